@@ -1,0 +1,1 @@
+"""One script per question; each result is one file in ``results/`` with the settings inside it."""

@@ -1,0 +1,19 @@
+"""zipfx: merge networks trained from different initialisations, on different tasks, without training.
+
+    merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
+"""
+
+from zipfx.analyze import analyze
+from zipfx.errors import ZipError
+from zipfx.match import Identity, Matcher, Permute, Zip
+from zipfx.matrices import Matching
+from zipfx.report import Report
+from zipfx.rewrite import head
+from zipfx.spaces import Axis, Pinned, Place, Role, Space, SpaceMap
+from zipfx.statistics import Statistics
+from zipfx.zip import zip
+
+__all__ = [
+    "Axis", "Identity", "Matcher", "Matching", "Permute", "Pinned", "Place", "Report", "Role",
+    "Space", "SpaceMap", "Statistics", "Zip", "ZipError", "analyze", "head", "zip",
+]  # fmt: skip

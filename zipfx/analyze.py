@@ -1,0 +1,127 @@
+"""Analyze: trace, interpret, group, verify; the feature spaces of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zipfx.errors import ZipError
+from zipfx.group import Grouping, find_spaces, group
+from zipfx.interpret import Facts, interpret
+from zipfx.labels import Kind
+from zipfx.spaces import SpaceMap
+from zipfx.trace import trace
+from zipfx.verify import failing_spaces
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A traced model, the facts of its interpretation, and the spaces that they give.
+
+    unsafe: labels that the numeric check has pinned; crossing: nodes whose values leave the trunk.
+    """
+
+    module: fx.GraphModule
+    facts: Facts
+    grouping: Grouping
+    spaces: SpaceMap
+    unsafe: frozenset[int] = frozenset()
+
+    crossing: tuple[int, ...] = ()
+
+    def cut(self, last: int) -> Analysis:
+        """The same facts, seen only by the trunk that ends with the node of index `last`."""
+        nodes = list(self.module.graph.nodes)
+        at = {node: i for i, node in enumerate(nodes)}
+        crossing = tuple(i for i, node in enumerate(nodes[: last + 1])
+                         if self.facts.nodes[i].kind == Kind.DATA
+                         and any(at[user] > last for user in node.users))  # fmt: skip
+        return replace(self, crossing=crossing)._regroup(last)
+
+    def pin(self, unsafe: frozenset[int]) -> Analysis:
+        """The same spaces without those that hold one of these labels."""
+        return replace(self, unsafe=self.unsafe | unsafe)._regroup(self.grouping.last)
+
+    def _regroup(self, last: int) -> Analysis:
+        grouping = group(self.facts, last, self.unsafe, self.crossing)
+        spaces = find_spaces(self.module.graph, self.facts, grouping)
+        return replace(self, grouping=grouping, spaces=spaces)
+
+
+def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
+    """Positional arguments: a tuple as it is, anything else is the only argument."""
+    return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+
+
+def analyze(model: nn.Module, example_inputs: Any, *, verify: bool = True, seed: int = 0) -> SpaceMap:
+    """Find the feature spaces of a model; the model is left unchanged.
+
+    Args:
+        model: a module that `torch.fx` can trace.
+        example_inputs: the input (a tensor), or a tuple of positional arguments. Any batch size.
+        verify: permute every space in float64 and compare; what changes the function is pinned.
+        seed: of the permutations that verification draws (global RNG state is left alone).
+
+    Returns:
+        A `SpaceMap`: an iterable of spaces; `.pinned` says what is left fixed and why.
+
+    Raises:
+        ZipError: the model can not be traced or copied, or fails on `example_inputs`.
+
+    Source: the label interpretation replaces the hand-written graphs of ZipIt! (Stoica et al.,
+    ICLR 2024, section 4.3).
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
+    [('0', 8)]
+    """
+    return run_analysis(trace(model), as_inputs(example_inputs), verify=verify, seed=seed).spaces
+
+
+def run_analysis(
+    module: fx.GraphModule, inputs: Sequence[Any], *, verify: bool = True, seed: int = 0
+) -> Analysis:
+    """`analyze` for a traced module, keeping the facts that later stages need."""
+    devices = sorted({t.device.index or 0 for t in module.parameters() if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            facts = interpret(module, inputs)
+        except ZipError:
+            raise
+        except Exception as error:
+            raise ZipError(
+                f"the traced model fails on example_inputs: {error}. Pass inputs that the model "
+                "itself accepts (example_inputs=...)"
+            ) from error
+        grouping = group(facts)
+        found = Analysis(module, facts, grouping, find_spaces(module.graph, facts, grouping))
+        return checked(found, inputs, seed=seed) if verify else found
+
+
+def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysis:
+    """Permute every space numerically; pin and report those that change the function.
+
+    Of a trunk the values that leave it are compared, in their new order.
+    """
+    if not len(found.spaces):
+        return found
+    nodes = list(found.module.graph.nodes)
+    keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
+    bad = failing_spaces(found.module, found.spaces, inputs, keep, seed)
+    if not bad:
+        return found
+    start = {(name, dim): first for name, dim, first, _ in found.facts.ledger.axes}
+    unsafe = {
+        start[axis.parameter, axis.dim] + i
+        for name in bad
+        for axis in found.spaces[name].axes
+        for i in axis.index.flatten().tolist()
+    }
+    left = found.pin(frozenset(unsafe))
+    note = f"pinned by the numeric check (permuting it changed the function): {sorted(bad)}"
+    return replace(left, spaces=replace(left.spaces, notes=(*left.spaces.notes, note)))

@@ -1,0 +1,151 @@
+"""Calibrate: turn what the caller calls data into forward's arguments, batch by batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zipfx.errors import ZipError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+BatchToArgs = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Batches that can be run through as often as needed.
+
+    loaders: one iterable of batches, or one per model (taken in turns).
+    max_samples: at most this many samples, over all loaders together (None: all).
+    """
+
+    loaders: tuple[Iterable[Any], ...]
+    batch_to_args: BatchToArgs | None = None
+    max_samples: int | None = None
+    device: torch.device | None = None
+
+    def __iter__(self) -> Iterator[Arguments]:
+        """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
+        left = self.max_samples
+        for batch in _in_turns(self.loaders):
+            args, kwargs = self._arguments(batch)
+            size = batch_size((args, kwargs))
+            if left is not None:
+                if left <= 0:
+                    return
+                if size is not None and size > left:
+                    args, kwargs = first_samples((args, kwargs), left)
+                left -= size or 1
+            yield tree_map(self._move, (args, kwargs))
+
+    def _move(self, t: Any) -> Any:
+        return t.to(self.device) if isinstance(t, Tensor) and self.device is not None else t
+
+    def _arguments(self, batch: Any) -> Arguments:
+        if self.batch_to_args is not None:
+            batch = self.batch_to_args(batch)
+            if isinstance(batch, Mapping):
+                return (), dict(batch)
+            return (batch if isinstance(batch, tuple) else (batch,)), {}
+        if isinstance(batch, Tensor):
+            return (batch,), {}
+        if isinstance(batch, Mapping) and batch:
+            return (), dict(batch)
+        if isinstance(batch, (tuple, list)) and batch:
+            first = batch[0]
+            if isinstance(first, Tensor) or isinstance(first, (Mapping, list, tuple)):
+                return (first,), {}
+        raise ZipError(
+            f"a calibration batch is a {type(batch).__name__}; it must be a tensor, a tuple or list "
+            "whose first item is the input, or a dict of forward's keyword arguments. For anything "
+            "else pass batch_to_args=..., a function from a batch to the input or a tuple of them"
+        )
+
+
+def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:
+    missing = object()
+    for turn in itertools.zip_longest(*loaders, fillvalue=missing):
+        yield from (batch for batch in turn if batch is not missing)
+
+
+def batch_size(arguments: Any) -> int | None:
+    """The common first dimension of all tensors; None if they have none in common."""
+    sizes = {t.shape[0] if t.ndim else None for t in tree_leaves(arguments) if isinstance(t, Tensor)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def first_samples(arguments: Any, n: int) -> Any:
+    """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
+    if batch_size(arguments) is None:
+        return arguments
+    return tree_map(lambda t: t[:n] if isinstance(t, Tensor) else t, arguments)
+
+
+def calibration(
+    data: Any,
+    models: int,
+    batch_to_args: BatchToArgs | None = None,
+    max_samples: int | None = None,
+    device: torch.device | None = None,
+) -> Calibration:
+    """Understand the `calib_loader` argument: one iterable of batches, or one for each model.
+
+    Raises:
+        ZipError: not an iterable, or a list that could be read both ways.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise ZipError(f"max_samples is {max_samples}; it must be at least 1, or None for all")
+    if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise ZipError(
+            f"calib_loader is a {type(data).__name__}; pass an iterable of batches, such as a "
+            "DataLoader or a list of tensors (a single batch x: [x])"
+        )
+    if isinstance(data, Sequence) and len(data) == models and all(map(_is_loader, data)):
+        loaders = tuple(data)
+    else:
+        if isinstance(data, Sequence) and len(data) == models and all(map(_ambiguous, data)):
+            raise ZipError(
+                f"calib_loader is a list of {models} lists of tensors, which could be {models} "
+                "batches or one loader per model; pass DataLoaders, or batches as tuples"
+            )
+        loaders = (data,)
+    kept = tuple(list(x) if iter(x) is x else x for x in loaders)  # a generator runs only once
+    return Calibration(kept, batch_to_args, max_samples, device)
+
+
+def _is_loader(x: Any) -> bool:
+    return isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, list, Mapping, str))
+
+
+def _ambiguous(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and len(x) > 0
+        and all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1 for t in x)
+        and len({t.shape[1:] for t in x}) == 1
+    )
+
+
+@contextmanager
+def fixed_randomness(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and python inside, and restore the caller's generators afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)

@@ -1,0 +1,176 @@
+"""Correspond: are the K traced models the same network, node by node, up to the cut?
+
+Names may differ between models; order, operations, settings and shapes may not.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zipfx.errors import ZipError
+from zipfx.interpret import describe
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """Qualified names of the modules a traced node lies in, outermost first."""
+    return [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
+
+
+def last_node(module: fx.GraphModule, partial: str | None) -> int:
+    """Index of the last node of the module named `partial` (None: of the whole graph).
+
+    Raises:
+        ZipError: no such module, or it is not used; the nearest names are suggested.
+    """
+    nodes = list(module.graph.nodes)
+    if partial is None:
+        return len(nodes) - 1
+    inside = [i for i, node in enumerate(nodes) if partial in module_paths(node)]
+    if inside:
+        return inside[-1]
+    known = list(dict.fromkeys(path for node in nodes for path in module_paths(node)))
+    near = difflib.get_close_matches(partial, known, n=3, cutoff=0.4) or known[:5]
+    raise ZipError(
+        f"partial={partial!r} names no module that the model runs; the nearest names are {near}"
+    )
+
+
+def check_devices(models: Sequence[nn.Module]) -> None:
+    """All parameters of all models lie on one device, and corresponding ones share a dtype."""
+    kinds = []
+    for model in models:
+        tensors = [*model.parameters(), *model.buffers()]
+        devices = sorted({str(t.device) for t in tensors})
+        dtypes = sorted({str(t.dtype) for t in tensors if t.is_floating_point()})
+        kinds.append((devices, dtypes))
+    for k, kind in enumerate(kinds):
+        for what, ours, theirs in zip(("devices", "dtypes"), kinds[0], kind, strict=True):
+            if ours != theirs:
+                raise ZipError(
+                    f"the models have different {what}: model 0 {ours}, model {k} {theirs}; move "
+                    "them to one first (model.to(...))"
+                )
+        if len(kind[0]) > 1:
+            raise ZipError(f"model {k} is spread over devices {kind[0]}; move it to one first")
+
+
+def correspond(modules: Sequence[fx.GraphModule], last: int) -> None:
+    """Check that nodes 0..last of all graphs do the same.
+
+    Raises:
+        ZipError: the first pair of nodes that differs, with both models' settings.
+    """
+    for k in range(1, len(modules)):
+        _correspond(modules[0], modules[k], k, last)
+
+
+def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two traced models correspond to the last node."""
+    if len(a.graph.nodes) != len(b.graph.nodes):
+        return False
+    try:
+        _correspond(a, b, 1, len(a.graph.nodes) - 1)
+    except ZipError:
+        return False
+    return True
+
+
+def _correspond(a: fx.GraphModule, b: fx.GraphModule, k: int, last: int) -> None:
+    nodes_a, nodes_b = list(a.graph.nodes), list(b.graph.nodes)
+    names: dict[str, str] = {}
+    owners: dict[int, int] = {}
+    at_a = {n: i for i, n in enumerate(nodes_a)}
+    at_b = {n: i for i, n in enumerate(nodes_b)}
+    for i in range(last + 1):
+        if i >= len(nodes_b):
+            raise ZipError(
+                f"models 0 and {k} do not correspond: model {k} ends before "
+                f"{describe(nodes_a[i])} of model 0; zip a part with partial=... that both share"
+            )
+        x, y = nodes_a[i], nodes_b[i]
+        left, right = _summary(a, x, at_a), _summary(b, y, at_b)
+        if left != right:
+            raise ZipError(
+                f"models 0 and {k} do not correspond at {describe(x)} of model 0 and {describe(y)} "
+                f"of model {k}: {_difference(left, right)}. Only models of one architecture can be "
+                "zipped; if they differ only later, choose partial=... before this node"
+            )
+        if x.op in ("call_module", "get_attr"):
+            if names.setdefault(str(x.target), str(y.target)) != y.target:
+                raise ZipError(
+                    f"models 0 and {k} share weights differently: {x.target!r} of model 0 is both "
+                    f"{names[str(x.target)]!r} and {y.target!r} in model {k}"
+                )
+            for s, t in zip(tensors_at(a, x), tensors_at(b, y), strict=True):
+                if owners.setdefault(id(s), id(t)) != id(t):
+                    raise ZipError(
+                        f"models 0 and {k} tie weights differently at {describe(x)}: a tensor that "
+                        "is one in model 0 is two in the other; tie or untie them alike"
+                    )
+
+
+def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """Parameters and buffers that a node owns: of its module, or the attribute it gets."""
+    if node.op == "call_module":
+        leaf = module.get_submodule(str(node.target))
+        return [t for _, t in (*leaf.named_parameters(), *leaf.named_buffers())]
+    if node.op == "get_attr":
+        value = attribute(module, str(node.target))
+        return [value] if isinstance(value, Tensor) else []
+    return []
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    parent, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(parent), name)
+
+
+def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"op": node.op}
+    if node.op == "call_module":
+        leaf = module.get_submodule(str(node.target))
+        summary["layer"] = f"{type(leaf).__name__}({leaf.extra_repr()})"
+    elif node.op not in ("get_attr", "output", "placeholder"):
+        summary["function"] = str(node.target)
+    if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), Tensor):
+        summary["tensor"] = tuple(attribute(module, str(node.target)).shape)
+    summary["shapes"] = [(tuple(t.shape), t.dtype) for t in tensors_at(module, node)]
+    if node.op != "placeholder":
+        summary["arguments"] = str(fx.node.map_arg((node.args, node.kwargs), lambda n: _At(at[n])))
+    return summary
+
+
+class _At(str):
+    """A node as an argument: its position in the graph."""
+
+    def __new__(cls, index: int) -> _At:
+        return super().__new__(cls, f"node {index}")
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    for key in a:
+        if a[key] != b.get(key):
+            return f"{key} {a[key]} against {b.get(key)}"
+    return f"{a} against {b}"
+
+
+def check_integers(modules: Sequence[fx.GraphModule], last: int) -> None:
+    """Integer and boolean buffers of a trunk can not be averaged: they must be equal."""
+    nodes = [list(m.graph.nodes)[: last + 1] for m in modules]
+    for k in range(1, len(modules)):
+        for node, other in zip(nodes[0], nodes[k], strict=True):
+            ours, theirs = tensors_at(modules[0], node), tensors_at(modules[k], other)
+            for s, t in zip(ours, theirs, strict=True):
+                counts = s.ndim == 0 and not s.is_floating_point()  # num_batches_tracked
+                if not s.is_floating_point() and not counts and not torch.equal(s, t):
+                    raise ZipError(
+                        f"an integer buffer of {describe(node)} differs between models 0 and {k}: "
+                        "it can not be averaged; zip a part before it with partial=..."
+                    )
+

@@ -1,0 +1,14 @@
+"""The one exception family of the library."""
+
+from __future__ import annotations
+
+
+class ZipError(Exception):
+    """Anything that keeps models from being merged.
+
+    The message says what is wrong, with the numbers or shapes at hand, and what to do about it.
+
+    >>> raise ZipError("alpha is 1.5: choose a value from 0 to 1")
+    Traceback (most recent call last):
+    zipfx.errors.ZipError: alpha is 1.5: choose a value from 0 to 1
+    """

@@ -1,0 +1,121 @@
+"""Fuse: one generic rule turns K weights into one, W* = sum_k M_k W_k U_k, axis by axis.
+
+Every axis of every parameter is described by where its indices go (`AxisMap`): features of a
+space go to their merged feature, everything else stays.  A merge averages, an unmerge sums the
+columns that read the same merged feature.  Nothing here knows a layer type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zipfx.matrices import Matching
+from zipfx.spaces import Axis, Role, Space
+from zipfx.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """Where model k's indices of one axis go, and with which weight.
+
+    target: (d,) int64; scale: (d,) float64. For a merged axis the scale is K / count of the merged
+    feature, so that the mean over models of what arrives is M_k; for a read axis it is 1 (U_k).
+    """
+
+    dim: int
+    target: Tensor
+    scale: Tensor
+
+    def apply(self, t: Tensor) -> Tensor:
+        """Send every slice of `t` along `dim` to its target, adding up."""
+        shape = [1] * t.ndim
+        shape[self.dim] = -1
+        scaled = t * self.scale.to(t.device).reshape(shape)
+        out = torch.zeros_like(scaled)
+        return out.index_add_(self.dim, self.target.to(t.device), scaled)
+
+
+def axis_map(size: int, dim: int, merges: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> AxisMap:
+    """The map of one axis; merges: (index table, merged feature of each row, scale or None)."""
+    target = torch.arange(size)
+    scale = torch.ones(size, dtype=torch.float64)
+    for index, assigned, weight in merges:
+        target[index] = index[assigned]
+        if weight is not None:
+            scale[index] = weight[:, None].expand(index.shape)
+    return AxisMap(dim, target, scale)
+
+
+def plan(spaces: Sequence[Space], matchings: Mapping[str, Matching], shapes: Mapping[str, torch.Size],
+         models: int) -> dict[str, list[list[AxisMap]]]:  # fmt: skip
+    """For every parameter that a space touches: for each model, the maps of its axes."""
+    found: dict[tuple[str, int], list[tuple[Axis, Matching]]] = {}
+    for space in spaces:
+        for axis in space.axes:
+            found.setdefault((axis.parameter, axis.dim), []).append((axis, matchings[space.name]))
+    maps: dict[str, list[list[AxisMap]]] = {}
+    for (name, dim), parts in found.items():
+        rows = maps.setdefault(name, [[] for _ in range(models)])
+        for k in range(models):
+            merges = [
+                (axis.index, m.of(k), None if axis.role == Role.CONSUMES else _share(m, k, models))
+                for axis, m in parts
+            ]
+            rows[k].append(axis_map(shapes[name][dim], dim, merges))
+    return maps
+
+
+def _share(matching: Matching, k: int, models: int) -> Tensor:
+    return models / matching.counts.double()[matching.of(k)]
+
+
+def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[AxisMap]]) -> Tensor:
+    """One parameter from K corresponding ones, computed in float64, returned in their dtype.
+
+    >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0], [3.0]])
+    >>> swap = AxisMap(0, torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64))
+    >>> fuse([a, b], [[], [swap]]).flatten()
+    tensor([2., 3.])
+    """
+    total: Tensor | None = None
+    for t, mine in zip(tensors, maps, strict=True):
+        moved = t.detach().double()
+        for m in mine:
+            moved = m.apply(moved)
+        total = moved.clone() if total is None else total.add_(moved)
+    assert total is not None
+    return (total / len(tensors)).to(tensors[0].dtype)
+
+
+def fuse_variance(tensors: Sequence[Tensor], parts: Sequence[tuple[Axis, Matching, Statistics | None]],
+                  ) -> Tensor:  # fmt: skip
+    """Running variance of merged features, diag(M Sigma M^T) (design, section 3).
+
+    Sigma takes its variances from the models' running statistics and its correlations from the
+    observed covariance, which may be of another place of the space; features that never varied,
+    or were never observed, count as fully correlated.
+    """
+    std = [t.detach().double().clamp(min=0).sqrt() for t in tensors]
+    pinned = torch.stack(std).mean(0).square()
+    for axis, matching, statistics in parts:
+        groups = matching.assignment
+        n = len(groups)
+        rho = torch.ones(n, n, dtype=torch.float64)
+        if statistics is not None:
+            varies = ~statistics.constant.cpu()
+            both = torch.outer(varies, varies)
+            rho = torch.where(both, statistics.correlation().cpu(), rho)
+        rho = rho * (groups[:, None] == groups)
+        counts = matching.counts.double()
+        for column in range(axis.index.shape[1]):
+            where = axis.index[:, column]
+            s = torch.cat([t.cpu()[where] for t in std])
+            each = s * (rho @ s)
+            merged = torch.zeros(matching.merged, dtype=torch.float64).index_add_(0, groups, each)
+            value = (merged / counts.square()).clamp(min=0)
+            pinned[where[: matching.merged].to(pinned.device)] = value.to(pinned.device)
+    return pinned.to(tensors[0].dtype)

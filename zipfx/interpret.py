@@ -1,0 +1,224 @@
+"""The label interpretation: run the traced graph once and write down which feature is where.
+
+An `fx.Interpreter` walks the graph node by node; below it a `TorchDispatchMode` sees every aten
+call and computes the labels of its results.  The outcome is a frozen `Facts`, from which every
+later stage reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zipfx.labels import Kind, Labels, Ledger, by_value, positions
+from zipfx.rules import (
+    ALSO_POINTWISE,
+    IDENTITY,
+    MOVEMENT,
+    RULES,
+    UNIFORM,
+    Call,
+    join,
+    movement,
+    opaque,
+    pointwise,
+)
+from zipfx.shadow import Shadows
+
+aten = torch.ops.aten
+_COPY = {aten.copy_.default}
+_FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim")
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one graph node computed.
+
+    values: labels of the tensors in its result, in pytree order; kind: the largest of theirs
+    (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
+    whose storages this one changed in place; traits: see `Ledger.trait`.
+    """
+
+    values: tuple[Labels, ...]
+    kind: Kind | None
+    is_tensor: bool
+    owners: frozenset[int]
+    writes: frozenset[int]
+    traits: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The outcome of one interpretation; node i of the graph has `nodes[i]`."""
+
+    ledger: Ledger
+    nodes: tuple[NodeFacts, ...]
+    notes: tuple[str, ...]
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.shadows = Shadows()
+        self.notes: list[str] = []
+        self.writes: set[int] = set()
+
+    def of(self, t: Tensor) -> Labels:
+        labels = self.shadows.get(t)
+        if labels is None:
+            shape = tuple(t.shape)
+            if t.numel() > 1:
+                self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")
+            kind = Kind.CONSTANT if t.numel() <= 1 else Kind.DATA
+            return Labels(shape, fixed=positions(shape), kind=kind)
+        return labels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        call = Call(func, args, kwargs, result, self.ledger, self.of)
+        operands = call.tensors()
+        written = _written(func, args, kwargs)
+        storages = {t.untyped_storage()._cdata for t in operands}
+        fresh = [
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in storages
+        ]
+        if func in IDENTITY and not fresh:  # lift_fresh: a constant written in the source
+            for t in operands:
+                if not self.shadows.knows(t):
+                    self.shadows.put(t, by_value(t), self.ledger.node)
+        if not fresh and not written:
+            if not any(isinstance(t, Tensor) for t in tree_leaves(result)):
+                opaque(call)  # a number leaves for Python, where labels can not follow
+            return result  # else a view: the same storage
+        targets = written or fresh
+        for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
+            self.ledger.mark_alive(labels)
+            if written:
+                owner = self.shadows.owner(t)
+                self.writes.update(() if owner is None else (owner,))
+                self.shadows.write(t, labels, self.ledger.node)
+            else:
+                self.shadows.put(t, labels, self.ledger.node)
+        return result
+
+    def _labels(
+        self, call: Call, operands: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Sequence[Labels]:
+        op = call.op
+        kind = max((self.of(t).kind for t in operands), default=Kind.CONSTANT)
+        if op in _FILL or op in UNIFORM or kind == Kind.CONSTANT:
+            if torch.Tag.nondeterministic_seeded in op.tags:
+                return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
+            if "empty" in str(op):
+                return [Labels(tuple(t.shape), kind=Kind.CONSTANT) for t in targets]
+            return [by_value(t) for t in targets]
+        if op in _COPY:
+            return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
+        if op in IDENTITY:
+            return [self.of(operands[0])]
+        if op in MOVEMENT and self._steady(call):
+            return [movement(call)]
+        for i, t in enumerate(operands):
+            self.ledger.event(self.of(t).features, i)
+        if op in RULES:
+            found = RULES[op](call)
+            return found if isinstance(found, tuple) else (found,)
+        if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
+            return [pointwise(call)] * len(targets)
+        opaque(call)
+        return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
+
+    def _steady(self, call: Call) -> bool:
+        """Indices that come from constants alone say the same for every input."""
+        name = str(call.op).split(".")[1]
+        if name not in _INDEXED:
+            return True
+        indices = tree_leaves((call.arg("indices"), call.arg("index")))
+        return all(self.of(i).kind != Kind.DATA for i in indices if isinstance(i, Tensor))
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    if torch.Tag.inplace_view in func.tags:
+        return []
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    # a norm in eval mode may name its statistics as written although it leaves them alone
+    return [] if "norm" in str(func) else found
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, mode: _Mode) -> None:
+        super().__init__(module)
+        self.mode = mode
+        self.facts: list[NodeFacts] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        mode, ledger = self.mode, self.mode.ledger
+        ledger.node, ledger.where = len(self.facts), describe(n)
+        mode.writes = set()
+        with mode:  # only here: the label arithmetic below is not to be interpreted
+            value = super().run_node(n)
+        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        if n.op == "placeholder":
+            for t in leaves:
+                mode.shadows.put(
+                    t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), ledger.node
+                )
+        labels = tuple(mode.of(t) for t in leaves)
+        if n.op == "output":
+            for lab in labels:
+                ledger.pin(lab.features, "output of the network")
+        owners = {mode.shadows.owner(t) for t in leaves} - {None}
+        self.facts.append(
+            NodeFacts(
+                labels,
+                max((lab.kind for lab in labels), default=None),
+                isinstance(value, Tensor),
+                frozenset(o for o in owners if o is not None),
+                frozenset(mode.writes),
+                frozenset(ledger.traits.get(ledger.node, ())),
+            )
+        )
+        return value
+
+
+def describe(node: fx.Node) -> str:
+    """A node as messages name it: its name, and the module path or function it calls."""
+    target = node.target if isinstance(node.target, str) else getattr(
+        node.target, "__name__", str(node.target)
+    )  # fmt: skip
+    stack = list(node.meta.get("nn_module_stack", {}))
+    place = f" in module {stack[-1]!r}" if stack and stack[-1] not in ("", target) else ""
+    return f"node {node.name!r} ({node.op} {target}{place})"
+
+
+def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
+    """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
+    ledger = Ledger()
+    mode = _Mode(ledger)
+    with torch.no_grad():
+        named = [*module.named_parameters(), *module.named_buffers()]
+        for name, t in named:
+            if not mode.shadows.knows(t):
+                learned = t.is_floating_point()
+                labels = ledger.parameter(name, t) if learned else by_value(t)
+                mode.shadows.put(t, labels, -1)
+        interpreter = _Interpreter(module, mode)
+        interpreter.run(*inputs)
+    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)))

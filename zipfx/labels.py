@@ -1,0 +1,284 @@
+"""Labels: which feature every element of a tensor carries, and what an analysis learns about them.
+
+A *label* is a positive integer, the id of one index of one axis of one parameter (or float
+buffer).  A tensor carries *slots*: integer tensors that broadcast to its shape, size 1 wherever
+they do not vary.  There are two sorts, kept apart:
+
+* **feature slots** (entries > 0, or 0 for "no feature here"): the feature an element carries.  A
+  tensor may have several, e.g. tokens x channels when both axes were made by weights.
+* **fixed slots** (entries < 0, or 0 for "nothing"): a coordinate that can not be exchanged, such
+  as an input channel, a pixel position or the value of a constant.
+
+A tensor with no slot along a dimension is uniform along it, as far as feature identity goes.
+Nothing is ever unified *with* a fixed coordinate; it only *colours* the features it meets, and
+features of different colour are not exchangeable.  That one rule covers raw input channels (each
+gets its own colour), constants that vary along a feature axis, and per-channel spatial shifts
+(the pattern of positions is part of the colour).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+
+class Kind(enum.IntEnum):
+    """What a tensor was computed from; an operation gives the largest kind of its operands."""
+
+    CONSTANT = 0
+    WEIGHT = 1
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The slots of one tensor of the given shape."""
+
+    shape: tuple[int, ...]
+    features: tuple[Tensor, ...] = ()
+    fixed: tuple[Tensor, ...] = ()
+    kind: Kind = Kind.DATA
+
+
+# ------------------------------------------------------------------ hashing
+def mix(x: npt.ArrayLike) -> Hashes:
+    """A 64-bit finaliser (splitmix64), elementwise, so that sums of hashes tell multisets apart."""
+    h = np.asarray(x).astype(np.int64, copy=False).view(np.uint64)
+    with np.errstate(over="ignore"):
+        h = h + np.uint64(0x9E3779B97F4A7C15)
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+def as_fixed(h: Hashes) -> Tensor:
+    """Turn hashes into fixed coordinates (negative integers)."""
+    return torch.from_numpy(-1 - (h >> np.uint64(2)).astype(np.int64))
+
+
+# ------------------------------------------------------------------ slots
+def support(slot: Tensor) -> frozenset[int]:
+    """The dimensions along which a slot varies."""
+    return frozenset(d for d, n in enumerate(slot.shape) if n != 1)
+
+
+def narrow(slot: Tensor) -> Tensor:
+    """Cut every dimension along which `slot` is constant down to size 1."""
+    for d, (n, stride) in enumerate(zip(slot.shape, slot.stride(), strict=True)):
+        if n > 1:
+            first = slot.narrow(d, 0, 1)
+            if stride == 0 or bool((slot == first).all()):
+                slot = first
+    return slot
+
+
+def place(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
+    """Move a slot's dims to those of another tensor: `dims` maps old to new; others are size 1."""
+    shape = [1] * ndim
+    keep = sorted((d for d in dims if slot.shape[d] != 1), key=lambda d: dims[d])
+    for d in keep:
+        shape[dims[d]] = slot.shape[d]
+    others = [d for d in range(slot.ndim) if d not in keep]
+    return slot.permute(*keep, *others).reshape(shape)
+
+
+def vector(slot: Tensor, *dims: int) -> Tensor:
+    """The slot as a vector along the dimensions it varies along, flattened in this order."""
+    return slot.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1)
+
+
+def position(shape: Sequence[int], dim: int) -> Tensor:
+    """A fixed slot: the index along one dimension."""
+    return place(-1 - torch.arange(shape[dim]), {0: dim}, len(shape))
+
+
+def positions(shape: Sequence[int], dims: Iterable[int] | None = None) -> tuple[Tensor, ...]:
+    """One fixed slot per dimension of size > 1 (of `dims`; default: all)."""
+    chosen = range(len(shape)) if dims is None else dims
+    return tuple(position(shape, d) for d in chosen if shape[d] > 1)
+
+
+def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
+    """A fixed slot seen along `keep` only: equal where all that varies along the rest is equal."""
+    kept = sorted(set(keep))
+    rest = [d for d in range(fixed.ndim) if d not in kept]
+    flat = fixed.permute(*kept, *rest).reshape([fixed.shape[d] for d in kept] + [-1]).numpy()
+    with np.errstate(over="ignore"):
+        h = mix(mix(flat).view(np.int64) + np.arange(flat.shape[-1])).sum(-1, dtype=np.uint64)
+    return narrow(place(as_fixed(h), dict(enumerate(kept)), fixed.ndim))
+
+
+def by_value(t: Tensor) -> Labels:
+    """Labels of a constant: one fixed slot, equal where the values are equal; none where uniform."""
+    shape = tuple(t.shape)
+    if t.numel() <= 1 or t.is_complex() or t.is_quantized:
+        return Labels(shape, kind=Kind.CONSTANT)
+    values = narrow(t.detach().cpu())
+    if values.numel() == 1:
+        return Labels(shape, kind=Kind.CONSTANT)
+    bits = values.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
+    slot = as_fixed(mix(bits.numpy().view(np.int64)))
+    return Labels(shape, fixed=(slot.where(values != 0, 0),), kind=Kind.CONSTANT)
+
+
+# ------------------------------------------------------------------ what the analysis learns
+@dataclass(frozen=True)
+class Edge:
+    """Labels a[i] and b[i] are one feature (node: where it was seen)."""
+
+    a: Ints
+    b: Ints
+    node: int
+    weights_only: bool
+
+
+@dataclass(frozen=True)
+class Colour:
+    """Feature a[i] was seen with the coordinate value[i]; reason: only where an op pins it."""
+
+    a: Ints
+    value: Hashes
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A weight read features: weight label w[i] met data label x[i] (0: no feature) and was summed."""
+
+    w: Ints
+    x: Ints
+    node: int
+
+
+@dataclass
+class Ledger:
+    """Everything learned so far; every entry names the graph node (by index) that taught it."""
+
+    node: int = 0
+    where: str = ""
+    axes: list[tuple[str, int, int, int]] = field(default_factory=list)  # name, dim, start, size
+    edges: list[Edge] = field(default_factory=list)
+    colours: list[Colour] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+    produced: list[tuple[Ints, int]] = field(default_factory=list)
+    blocks: list[tuple[Ints, int, str]] = field(default_factory=list)
+    variances: set[tuple[str, int]] = field(default_factory=set)
+    alive: list[tuple[Ints, int]] = field(default_factory=list)
+    traits: dict[int, set[str]] = field(default_factory=dict)
+    size: int = 1  # label 0 is "none"
+    _unique: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _seen: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def trait(self, name: str) -> None:
+        """Say of the current node: 'elementwise' (a weight met features one to one), 'mixes'."""
+        self.traits.setdefault(self.node, set()).add(name)
+
+    def parameter(self, name: str, t: Tensor) -> Labels:
+        """Allocate labels for every axis of a parameter or float buffer."""
+        slots = []
+        for d, n in enumerate(t.shape):
+            if n > 1:
+                self.axes.append((name, d, self.size, n))
+                slots.append(place(torch.arange(self.size, self.size + n), {0: d}, t.ndim))
+                self.size += n
+        return Labels(tuple(t.shape), tuple(slots), kind=Kind.WEIGHT)
+
+    def unify(self, a: Tensor, b: Tensor, *, weights_only: bool) -> Tensor:
+        """Make the features of two slots one, elementwise after broadcasting; return the union."""
+        if a is b:
+            return a
+        u, v = torch.broadcast_tensors(a, b)
+        both = (u > 0) & (v > 0) & (u != v)
+        if bool(both.any()):
+            pairs = torch.unique(torch.stack([u[both], v[both]]), dim=1).numpy()
+            self.edges.append(Edge(pairs[0], pairs[1], self.node, weights_only))
+        return torch.where(u > 0, u, v)
+
+    def colour(self, features: Tensor, values: Hashes | Tensor, reason: str = "") -> None:
+        """Give feature labels (0: skip) the coordinate `values`, of the same shape."""
+        a = features.reshape(-1).numpy()
+        v = values.reshape(-1).numpy() if isinstance(values, Tensor) else values.reshape(-1)
+        keep = (a > 0) & (v != 0)
+        if keep.any():
+            # hashed twice: salts must not be hashes of small numbers, as coordinates are
+            salt = mix(mix(len(self.colours)).view(np.int64)).view(np.int64)
+            hashed = mix(mix(v[keep]).view(np.int64) ^ salt)
+            self.colours.append(Colour(a[keep], hashed, self.node, reason))
+
+    def event(self, slots: Iterable[Tensor], operand: int) -> None:
+        """These features took part in one more computation, as its operand number `operand`.
+
+        A computation on some of the features only (`y[:, :4] = y[:, :4].sigmoid()`) so tells them
+        from the others, and the two halves of `h[:, :4] - h[:, 4:]` from each other.
+        """
+        for slot in slots:
+            if id(slot) not in self._unique:
+                self._unique[id(slot)] = (slot, torch.unique(slot))
+            ids = self._unique[id(slot)][1]
+            self.colour(ids, torch.full_like(ids, operand + 1))
+
+    def pin(self, slots: Iterable[Tensor], reason: str) -> None:
+        """Make every feature of these slots distinct from all others, and say why."""
+        self.trait("mixes")
+        for slot in slots:
+            ids = torch.unique(slot)
+            self.colour(ids, ids, reason)
+
+    def collapse(self, slot: Tensor, dims: Iterable[int], reason: str) -> Tensor:
+        """Make everything along `dims` one feature (a block that moves as a whole, in order).
+
+        Returns the slot of the blocks, which no longer varies along `dims`.
+        """
+        along = sorted(support(slot) & set(dims))
+        self.trait("mixes")
+        if not support(slot) - set(along):
+            self.pin([slot], reason)
+            return torch.zeros([1] * slot.ndim, dtype=torch.int64)
+        block = slot.amax(along, keepdim=True)
+        self.unify(block, slot, weights_only=False)
+        shape = [slot.shape[d] if d in along else 1 for d in range(slot.ndim)]
+        rank = (torch.arange(1, 1 + math.prod(shape))).reshape(shape).expand(slot.shape)
+        self.colour(slot, rank)
+        self.blocks.append((torch.unique(slot).numpy(), self.node, reason))
+        return narrow(block)
+
+    def entangle(self, features: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
+        """Colour features by the pattern of every fixed slot that varies along their dimensions."""
+        for f in features:
+            for p in fixed:
+                if support(f) & support(p) and (id(f), id(p)) not in self._seen:
+                    self._seen[id(f), id(p)] = (f, p)  # keeps them alive: ids stay unique
+                    self._colour_pattern(f, p)
+
+    def _colour_pattern(self, f: Tensor, p: Tensor) -> None:
+        u, v = (s.reshape(-1).numpy() for s in torch.broadcast_tensors(f, p))
+        u, v = u[keep := u > 0], v[keep]
+        order = np.argsort(u, kind="stable")
+        labels, start, count = np.unique(u[order], return_index=True, return_counts=True)
+        # the rank of an element among those of its feature: a pattern, not just a multiset
+        rank = np.arange(len(u)) - np.repeat(start, count)
+        h = mix(mix(v[order]).view(np.int64) + rank)
+        h[v[order] == 0] = 0
+        if len(labels):
+            sums = np.add.reduceat(h, start)
+            self.colour(torch.from_numpy(labels), sums)
+
+    def mark_alive(self, labels: Labels) -> None:
+        """These features reach data at the current node (weights alone do not make a space)."""
+        if labels.kind == Kind.DATA:
+            for slot in labels.features:
+                if (id(slot), -1) not in self._seen:
+                    self._seen[id(slot), -1] = slot
+                    self.alive.append((torch.unique(slot).numpy(), self.node))

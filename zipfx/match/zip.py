@@ -1,0 +1,180 @@
+"""Match greedily within and across models: the matching of ZipIt!."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zipfx.errors import ZipError
+from zipfx.matrices import Matching
+from zipfx.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Zip:
+    """Join the most similar pair, N - M times (ZipIt!, section 4).
+
+    The joined group takes the place of the two, and its similarity to every other is alpha times
+    the smaller of theirs. Ties go to the smallest (i, j), a group counting as its first member.
+    The groups are numbered by their first member, those with features of model 0 first.
+
+    Args:
+        alpha: from 0 (join what is joined already only when nothing else is left) to 1 (as
+            readily as anything). A negative similarity is kept as it is, since alpha times it
+            would be a reward. Alpha 0 is the limit of a small alpha: similarities rank by the
+            number of joins first, so that no joined group ties with an uncorrelated pair.
+        beta: from 0 (across models only) to 1 (no limit). In between, each of the K models may
+            have floor(beta * (N - M) / K) matches that join two groups which both hold features
+            of it. More is allowed only where no matching could do with less: a model with more
+            than M features needs the difference.
+
+    Raises:
+        ZipError: alpha or beta outside 0 .. 1.
+
+    With beta < 1 (or across_only) there are never more than M joined groups at a time: at M, pairs
+    of two single features wait, and ties go to the smallest joined group, then to its smallest
+    partner. It keeps the greedy out of dead ends such as {a, b}, {a, c}, {b, c}, for any K, sizes
+    and beta. Proof: suppose there are more than M groups and no pair is admissible. At most M are
+    joined, so one is a single feature; say of model k. Every joined group holds k, or the single
+    could be added to it. If fewer than M are joined, every other single is of k too, since
+    singles of two models may be paired. Either way more than M groups hold k, and its budget is
+    used up. But each within-match of k leaves one group less that holds k, n_k at the start, so
+    after a budget of at least n_k - M they are at most M. For K = 2 and M = N / 2 the rule never
+    acts, as N features cannot make more than N / 2 joined groups.
+
+    >>> correlation = torch.eye(4, dtype=torch.float64)
+    >>> correlation[0, 1] = correlation[1, 0] = 0.9  # two features of model 0
+    >>> correlation[0, 2] = correlation[2, 0] = 0.8
+    >>> statistics = Statistics(9, torch.zeros(4, dtype=torch.float64), correlation, sizes=(2, 2))
+    >>> Zip()(statistics, 3).assignment
+    tensor([0, 0, 1, 2])
+    >>> Zip(beta=0)(statistics, 3).assignment
+    tensor([0, 1, 0, 2])
+    """
+
+    alpha: float = 0.3
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if not 0 <= value <= 1:
+                raise ZipError(f"{name} is {value}: choose a value from 0 to 1")
+
+    def __call__(
+        self, statistics: Statistics, merged: int, *, across_only: bool = False
+    ) -> Matching:
+        """See `Matcher`; the models may differ in size.
+
+        Time and memory are O(N^2) on correlations, ties or not. Only where nearly all rows lose
+        their partner at every match, without a tie, does time come near O(N^3).
+
+        Raises:
+            ZipError: M is not in 1 .. N, or below the size of a model while beta is 0 or
+                across_only is set.
+        """
+        sizes = statistics.sizes
+        total = sum(sizes)
+        if not min(total, 1) <= merged <= total:
+            raise ZipError(f"cannot match {total} features down to {merged}: choose 1 .. {total}")
+        budgets = self._budgets(sizes, merged, 0 if across_only else self.beta)
+        if merged == total:
+            return Matching(torch.arange(total), sizes, merged)
+        model = np.repeat(np.arange(len(sizes)), sizes)
+        most_joined = merged if across_only or self.beta < 1 else total
+        pairs = _Pairs(statistics.similarity().cpu().numpy(), self.alpha)
+        first = _greedy(pairs, model, merged, budgets, most_joined)
+        assignment = np.unique(first, return_inverse=True)[1]
+        return Matching(torch.from_numpy(assignment), sizes, merged)
+
+    def _budgets(self, sizes: tuple[int, ...], merged: int, beta: float) -> list[int]:
+        """How many within-matches each model may have."""
+        if beta == 0 and max(sizes) > merged:
+            raise ZipError(
+                f"models of {sizes} features cannot be matched down to {merged} across models "
+                f"only: {max(sizes)} features of one model need as many groups; allow "
+                "within-model matches (beta > 0, across_only=False) or keep more features"
+            )
+        total = sum(sizes)
+        if beta == 1:
+            return [total] * len(sizes)
+        share = math.floor(beta * (total - merged) / len(sizes) + 1e-9)  # 0.29 * 100 < 29
+        return [max(share, size - merged) for size in sizes]
+
+
+class _Pairs:
+    """Similarity of all pairs of groups, -inf where two may not be joined.
+
+    A group's row is that of its first member.
+
+    Each row keeps a bound on its largest entry and where that was. Entries only ever fall, so a
+    bound is exact as long as its entry stands, and one that has gone stale matters only when it
+    comes to the top: only then is its row searched again. (Searching every row whose partner was
+    joined would be cubic where thousands share a partner.)
+    """
+
+    def __init__(self, similarity: NDArray[np.float64], alpha: float) -> None:
+        """Takes over `similarity`, (N, N) and exactly symmetric, and changes it in place."""
+        np.fill_diagonal(similarity, -np.inf)
+        self.similarity = similarity
+        self.alpha = alpha
+        self.partner = similarity.argmax(axis=1)
+        self.bound = similarity.max(axis=1)
+
+    def best(self, rows: NDArray[np.bool_] | None = None) -> tuple[int, int]:
+        """Most similar pair (i, j) with i < j, of those in the given rows; first row, column."""
+        while True:
+            bound = self.bound if rows is None else np.where(rows, self.bound, -np.inf)
+            row = int(bound.argmax())
+            column = int(self.partner[row])
+            if self.similarity[row, column] == bound[row]:
+                return min(row, column), max(row, column)
+            self.partner[row] = column = self.similarity[row].argmax()
+            self.bound[row] = self.similarity[row, column]
+
+    def join(self, i: int, j: int) -> None:
+        """Let row i stand for i and j together, and end row j."""
+        low = np.minimum(self.similarity[i], self.similarity[j])  # -inf at i and j themselves
+        if self.alpha == 0:
+            low -= 5  # more than the whole range of similarities, [-3, 1]
+        else:
+            np.multiply(low, self.alpha, out=low, where=low > 0)
+        self.similarity[i] = self.similarity[:, i] = low
+        self.similarity[j] = self.similarity[:, j] = -np.inf
+        self.bound[j] = -np.inf
+
+    def forbid(self, rows: NDArray[np.bool_]) -> None:
+        """Let no two of these groups be joined, nor groups that contain two of them."""
+        self.similarity[np.ix_(rows, rows)] = -np.inf
+
+
+def _greedy(
+    pairs: _Pairs,
+    model: NDArray[np.int64],
+    merged: int,
+    budgets: list[int],
+    most_joined: int,
+) -> NDArray[np.int64]:
+    """First member of each feature's group, (N,), after joining N features of `model` to M."""
+    total = len(model)
+    first = np.arange(total)
+    holds = model[:, None] == np.arange(len(budgets))  # (N, K): models of each group
+    joined = np.zeros(total, dtype=np.bool_)
+    left = np.array(budgets)
+    for k in np.flatnonzero(left == 0):
+        pairs.forbid(holds[:, k])
+    for _ in range(total - merged):
+        full = np.count_nonzero(joined) == most_joined
+        i, j = pairs.best(joined if full else None)
+        pairs.join(i, j)
+        shared = holds[i] & holds[j]
+        holds[i] |= holds[j]
+        joined[i], joined[j] = True, False
+        first[first == j] = i
+        left -= shared
+        for k in np.flatnonzero(shared & (left == 0)):
+            pairs.forbid(holds[:, k])
+    return first

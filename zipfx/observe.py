@@ -1,0 +1,214 @@
+"""Observe: run the K trunks side by side and accumulate one covariance per space.
+
+The joint graph is interleaved node by node: a place is observed as soon as all K models have
+computed it, so that an activation dies as early as in its own model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+from zipfx.calibrate import Calibration
+from zipfx.errors import ZipError
+from zipfx.spaces import Place, Space
+from zipfx.statistics import Statistics
+
+Choose = Callable[[Space], Sequence[Place]]
+
+
+class Observer(nn.Module):
+    """Accumulates count, mean and second moment of the features of K models at one place.
+
+    Samples are shifted by the mean of the first batch, so that neither a large mean nor many
+    samples cost precision; sums are kept in float64 on the device of the activations.
+    """
+
+    shift: Tensor
+    total: Tensor
+    second: Tensor
+
+    def __init__(self, place: Place, models: int) -> None:
+        super().__init__()
+        index = place.index
+        self.dims, self.blurred = place.dims, place.blurred
+        self.models, (self.size, self.occurrences) = models, index.shape
+        self.count = 0
+        self.resolution = torch.finfo(torch.float32).eps
+        plain = bool((index.flatten() == torch.arange(index.numel())).all())
+        self.register_buffer("index", index.flatten(), persistent=False)
+        self.whole = index.numel() if plain else -1
+
+    def _samples(self, x: Tensor) -> Tensor:
+        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences."""
+        if self.blurred:
+            x = x.mean(self.blurred, keepdim=True)
+        x = x.movedim(self.dims, tuple(range(-len(self.dims), 0))).flatten(-len(self.dims))
+        if x.shape[-1] != self.whole:
+            x = x.index_select(-1, self.index.to(x.device))
+        x = x.reshape(-1, self.size, self.occurrences).transpose(1, 2).reshape(-1, self.size)
+        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+    def forward(self, *features: Tensor) -> None:
+        """Read the K models' activations at this place."""
+        self.resolution = torch.finfo(features[0].dtype).eps
+        x = torch.cat([self._samples(f) for f in features], 1)
+        if not self.count:
+            n = x.shape[1]
+            self.shift = x.double().mean(0).to(x.dtype)
+            self.total = torch.zeros(n, dtype=torch.float64, device=x.device)
+            self.second = torch.zeros(n, n, dtype=torch.float64, device=x.device)
+        x = x - self.shift
+        self.total += x.sum(0, dtype=torch.float64)
+        self.second += x.T @ x
+        self.count += len(x)
+
+    def statistics(self) -> Statistics:
+        """Count, mean (N,) and covariance (N, N) of all samples so far."""
+        mean = self.total / self.count
+        covariance = self.second / self.count - torch.outer(mean, mean)
+        covariance.diagonal().clamp_(min=0)
+        sizes = (self.size,) * self.models
+        return Statistics(self.count, mean + self.shift, covariance, sizes, self.resolution)
+
+
+def last_read(space: Space) -> Sequence[Place]:
+    """The last place where a weight reads the space (its last place, if none does).
+
+    Places where features of other spaces lie along other dimensions are a second choice: those
+    must be averaged over, since they are not in the same order in all models.
+    """
+    sharp = [p for p in space.places if not p.blurred] or list(space.places)
+    return ([p for p in sharp if p.read] or sharp)[-1:]
+
+
+def joint_graph(
+    modules: Sequence[fx.GraphModule],
+    observers: Mapping[str, Sequence[tuple[str, Observer]]],
+    clone_inputs: bool,
+) -> fx.GraphModule:
+    """One GraphModule that runs K corresponding models up to the last observed node.
+
+    observers: node name in model 0 -> (attribute name, observer) read there.
+    clone_inputs: the models write into their inputs, so each gets its own copy.
+    """
+    root = nn.Module()
+    root.models = nn.ModuleList(modules)
+    root.observers = nn.ModuleDict({n: o for group in observers.values() for n, o in group})
+    graph = fx.Graph()
+    seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
+    nodes = [list(m.graph.nodes) for m in modules]
+    needed = [i for i, node in enumerate(nodes[0])
+              if node.name in observers or node.op == "placeholder"]  # fmt: skip
+    for i in range(max(needed, default=-1) + 1):
+        node = nodes[0][i]
+        if node.op == "placeholder":
+            shared = graph.node_copy(node)
+            for k, mine in enumerate(seen):
+                own = graph.call_function(clone_tensors, (shared,)) if clone_inputs else shared
+                mine[nodes[k][i]] = own
+            continue
+        copies = []
+        for k, mine in enumerate(seen):
+            copy = graph.node_copy(nodes[k][i], mine.__getitem__)
+            if node.op in ("call_module", "get_attr"):
+                copy.target = f"models.{k}.{nodes[k][i].target}"
+            mine[nodes[k][i]] = copy
+            copies.append(copy)
+        for name, _ in observers.get(node.name, ()):
+            graph.call_module(f"observers.{name}", tuple(copies))
+    graph.output(())
+    module = fx.GraphModule(root, graph, "Joint")
+    graph.lint()
+    return module
+
+
+def clone_tensors(value: Any) -> Any:
+    """A copy of every tensor in a value, for graphs that write into their inputs."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)
+
+
+def observe(
+    modules: Sequence[fx.GraphModule],
+    spaces: Iterable[Space],
+    data: Calibration,
+    *,
+    clone_inputs: bool = False,
+    choose: Choose = last_read,
+    progress: bool = False,
+) -> tuple[dict[str, Statistics], int]:
+    """Statistics of every space over the features of all models, and how many batches were read.
+
+    Args:
+        modules: K traced models that correspond.
+        spaces: of the first of them.
+        choose: the places at which a space is observed; several are averaged (`combine`).
+
+    Raises:
+        ZipError: no data; NaN or Inf in activations (with the space and the model).
+    """
+    chosen = {space.name: list(choose(space)) for space in spaces}
+    observers: dict[str, list[tuple[str, Observer]]] = {}
+    of_space: dict[str, list[Observer]] = {}
+    for i, (space, places) in enumerate(chosen.items()):
+        for j, place in enumerate(places):
+            observer = Observer(place, len(modules))
+            observers.setdefault(place.node, []).append((f"space{i}_{j}", observer))
+            of_space.setdefault(space, []).append(observer)
+    joint = joint_graph(modules, observers, clone_inputs)
+    batches = 0
+    with torch.no_grad():
+        for args, kwargs in tqdm(data, desc="zipfx: observe", disable=not progress, leave=False):
+            _run(joint, args, kwargs)
+            batches += 1
+    if not batches:
+        raise ZipError("the calibration data is empty: calib_loader gave no batch")
+    return {name: _checked(name, group) for name, group in of_space.items()}, batches
+
+
+def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    try:
+        joint(*args, **kwargs)
+    except ZipError:
+        raise
+    except Exception as error:
+        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        raise ZipError(
+            f"the models fail on a calibration batch with inputs {shapes or list(kwargs)}: {error}"
+        ) from error
+
+
+def _checked(name: str, observers: Sequence[Observer]) -> Statistics:
+    for observer in observers:
+        finite = observer.second.diagonal().isfinite() & observer.total.isfinite()
+        finite &= observer.shift.isfinite()
+        if not bool(finite.all()):
+            bad = int((~finite).nonzero()[0]) // observer.size
+            raise ZipError(
+                f"activations of space {name!r} are NaN or Inf in model {bad} on the calibration "
+                "data; check that model's weights and the input normalisation"
+            )
+    return combine([o.statistics() for o in observers])
+
+
+def combine(statistics: Sequence[Statistics]) -> Statistics:
+    """Statistics of one space at several places as one: the mean of the correlations.
+
+    A feature counts where it varies; it is constant only if it is constant everywhere.
+    """
+    if len(statistics) == 1:
+        return statistics[0]
+    varies = torch.stack([(~s.constant).double() for s in statistics])
+    covariance = sum(
+        (s.correlation() * torch.outer(v, v) for s, v in zip(statistics, varies, strict=True)),
+        start=torch.zeros_like(statistics[0].covariance),
+    )
+    covariance.diagonal().copy_(varies.sum(0))
+    mean = torch.stack([s.mean for s in statistics]).mean(0)
+    first = statistics[0]
+    return Statistics(first.count, mean, covariance, first.sizes, 0.0)

@@ -1,0 +1,106 @@
+"""Report: what a zip did, as frozen values and as a table."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from zipfx.spaces import Pinned, table
+
+
+@dataclass(frozen=True)
+class SpaceReport:
+    """One space: matches within and across models, and the mean correlation inside the groups."""
+
+    name: str
+    size: int
+    within: int
+    across: int
+    correlation: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `zipfx.zip` did; at `merged.meta["zipfx"]`.
+
+    layers: (zipped, all) of the layers that hold weights; parameters and flops: of the merged
+    model (flops for one sample); model_parameters and model_flops: of each original; seconds and
+    bytes: per stage (bytes: peak memory at its end, of the device, or resident on a CPU);
+    unmerges: explicit index_select nodes at the cut; batches: read by observe and by repair.
+    """
+
+    models: int
+    partial: str | None
+    matcher: str
+    repair: str
+    spaces: tuple[SpaceReport, ...]
+    layers: tuple[int, int]
+    parameters: int
+    model_parameters: tuple[int, ...]
+    flops: int
+    model_flops: tuple[int, ...]
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    pinned: tuple[Pinned, ...]
+    unmerges: tuple[str, ...]
+    batches: dict[str, int]
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        rows = [("space", "size", "within", "across", "correlation")]
+        rows += [
+            (s.name, str(s.size), str(s.within), str(s.across), f"{s.correlation:.3f}")
+            for s in self.spaces
+        ]
+        zipped = "everything" if self.partial is None else f"up to {self.partial!r}"
+        total = sum(self.model_parameters)
+        lines = [
+            f"zip of {self.models} models, {zipped}: {self.layers[0]} of {self.layers[1]} layers; "
+            f"matcher {self.matcher}, repair {self.repair}",
+            f"parameters {self.parameters:,} (the models: {total:,}), "
+            f"FLOPs per sample {self.flops:,} (the models: {sum(self.model_flops):,})",
+            "batches " + ", ".join(f"{k} {v}" for k, v in self.batches.items())
+            + "; seconds " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()),
+            "",
+            *table(rows),
+        ]  # fmt: skip
+        if self.unmerges:
+            lines += ["", f"explicit unmerge at the cut: {', '.join(self.unmerges)}"]
+        if self.pinned:
+            lines += ["", *table([("pinned", "dim", "features", "why"), *(
+                (p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned)])]  # fmt: skip
+        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+
+class Stages:
+    """Seconds and peak bytes of each stage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.bytes: dict[str, int] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what runs inside (waiting for the device)."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.bytes[name] = self._peak()
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,259 @@
+"""Rewrite: build the merged GraphModule, with the model's own module tree and names.
+
+The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut lies in
+`merged.task_heads[k]` under the names of model k.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zipfx.correspond import attribute
+from zipfx.errors import ZipError
+from zipfx.heads import HeadPlan
+from zipfx.observe import clone_tensors
+from zipfx.spaces import select
+
+HEADS = "task_heads"
+HEAD_KEY = "zipfx_head"
+
+
+class MergedModule(fx.GraphModule):
+    """A GraphModule whose module tree (containers, unused parameters) survives `copy.deepcopy`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MergedModule:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, MergedModule)
+        for name in ("_modules", "_parameters", "_buffers"):
+            twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        for (_, old), (_, new) in zip(self.named_modules(), twin.named_modules(), strict=True):
+            new.training = old.training
+        return twin
+
+
+def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
+    """A GraphModule that owns exactly the tree of `root`."""
+    module = MergedModule(root, graph, name)
+    for kind in ("_modules", "_parameters", "_buffers"):
+        module.__dict__[kind] = root.__dict__[kind]
+    module.training = root.training
+    graph.lint()
+    return module
+
+
+class Tree:
+    """Collects modules, parameters and buffers of a source model under the same names.
+
+    value_of(name, tensor) gives the tensor to store for a qualified name of the source; tensors
+    that the source ties stay tied.
+    """
+
+    def __init__(self, source: nn.Module, value_of: Callable[[str, Tensor], Tensor],
+                 root: nn.Module | None = None) -> None:  # fmt: skip
+        self.source, self.value_of = source, value_of
+        self.root = nn.Module() if root is None else root
+        self._made: dict[int, Tensor] = {}
+
+    def _parent(self, path: str) -> nn.Module:
+        """The container at `path`, made along the way with the container type of the source."""
+        here, there = self.root, self.source
+        for part in path.split(".") if path else []:
+            there = there._modules[part]  # type: ignore[assignment]
+            if part not in here._modules:
+                here.add_module(part, _container(there))
+            here = here._modules[part]  # type: ignore[assignment]
+        return here
+
+    def leaf(self, path: str) -> None:
+        """Copy the module at `path`, with every tensor replaced by its new value."""
+        parent, _, name = path.rpartition(".")
+        holder = self._parent(parent)
+        if name in holder._modules:
+            return
+        source = self.source.get_submodule(path)
+        memo: dict[int, Any] = {}
+        for prefix, module in source.named_modules():
+            full = ".".join(p for p in (path, prefix) if p)
+            for key, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is not None:
+                    memo[id(t)] = self._new(f"{full}.{key}", t)
+        holder.add_module(name, copy.deepcopy(source, memo))
+
+    def tensor(self, path: str) -> None:
+        """Copy the parameter or buffer (or constant) at `path`."""
+        parent, _, name = path.rpartition(".")
+        holder, t = self._parent(parent), attribute(self.source, path)
+        if name in holder._parameters or name in holder._buffers:
+            return
+        if isinstance(t, nn.Parameter):
+            new = self._new(path, t)
+            assert isinstance(new, nn.Parameter)
+            holder.register_parameter(name, new)
+        elif isinstance(t, Tensor):
+            owner = self.source.get_submodule(parent)
+            lasting = name not in owner._non_persistent_buffers_set and name in owner._buffers
+            holder.register_buffer(name, self._new(path, t), persistent=lasting)
+        else:
+            setattr(holder, name, copy.deepcopy(t))
+
+    def _new(self, path: str, t: Tensor) -> Tensor:
+        if id(t) not in self._made:
+            value = self.value_of(path, t).to(t.device)
+            value = value.clone() if value.data_ptr() == t.data_ptr() else value
+            self._made[id(t)] = (
+                nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
+            )
+        return self._made[id(t)]
+
+
+def _container(source: nn.Module) -> nn.Module:
+    for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+        if isinstance(source, kind):
+            made: nn.Module = kind()
+            break
+    else:
+        made = nn.Module()
+    made.training = source.training
+    return made
+
+
+def used_names(nodes: Sequence[fx.Node]) -> tuple[list[str], list[str]]:
+    """Targets of the leaf modules and of the attributes that the nodes use."""
+    leaves = dict.fromkeys(str(n.target) for n in nodes if n.op == "call_module")
+    tensors = dict.fromkeys(str(n.target) for n in nodes if n.op == "get_attr")
+    return list(leaves), list(tensors)
+
+
+def plant(tree: Tree, nodes: Sequence[fx.Node]) -> None:
+    """Bring all that the nodes use into the tree."""
+    leaves, tensors = used_names(nodes)
+    for path in leaves:
+        tree.leaf(path)
+    for path in tensors:
+        tree.tensor(path)
+
+
+def plant_unused(tree: Tree, source: nn.Module, used: set[int]) -> list[str]:
+    """Bring in the parameters that no node uses (auxiliary heads, say), so that none is lost."""
+    kept = []
+    for path, module in source.named_modules():
+        own = {k: t for k, t in (*module._parameters.items(), *module._buffers.items())
+               if t is not None}  # fmt: skip
+        idle = [k for k, t in own.items() if id(t) not in used]
+        standard = module.__module__.startswith("torch.nn") and not list(module.children())
+        if path and idle and len(idle) == len(own) and standard:
+            tree.leaf(path)
+        else:
+            for key in idle:
+                tree.tensor(f"{path}.{key}" if path else key)
+        kept += [f"{path}.{key}" if path else key for key in idle]
+    return kept
+
+
+def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Copy nodes with their names and targets."""
+    seen: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        seen[node] = graph.node_copy(node, seen.__getitem__)
+    return seen
+
+
+def copy_head(graph: fx.Graph, root: nn.Module, nodes: Sequence[fx.Node], trunk: Sequence[fx.Node],
+              plan: HeadPlan, k: int) -> Any:  # fmt: skip
+    """Copy the head of model k behind the trunk; return its output value.
+
+    nodes: all nodes of model k; trunk: the copies of those up to the cut, by index.
+    """
+    at = {n: i for i, n in enumerate(nodes)}
+    made: dict[int, fx.Node] = {}
+    restored: dict[int, fx.Node] = {}
+    own = set(plan.nodes)
+
+    def add(kind: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        node = graph.create_node(kind, target, args, {}, name=name)
+        node.meta[HEAD_KEY] = k
+        return node
+
+    def value(j: int) -> fx.Node:
+        if j in own or j in made:
+            return made[j]
+        if j in plan.cloned:
+            made[j] = add("call_function", clone_tensors, (trunk[j],), f"copy{k}_{nodes[j].name}")
+            return made[j]
+        return trunk[j]
+
+    def source(j: int, i: int) -> fx.Node:
+        if (j, i) not in plan.edges or not plan.restored[j]:
+            return value(j)
+        if j not in restored:
+            node = value(j)
+            for unmerge in plan.restored[j]:
+                name = f"unmerge_{len([n for n in head._buffers if n.startswith('unmerge_')])}"
+                head.register_buffer(name, unmerge.index)
+                index = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
+                one = len(unmerge.dims) == 1
+                args = (node, unmerge.dims[0] if one else unmerge.dims, index)
+                node = add("call_function", torch.index_select if one else select, args,
+                           f"head{k}_features")  # fmt: skip
+            restored[j] = node
+        return restored[j]
+
+    head = root.get_submodule(f"{HEADS}.{k}")
+    result: Any = None
+    for i in plan.nodes:
+        node = nodes[i]
+        if node.op == "output":
+            result = fx.node.map_arg(node.args[0], lambda n: source(at[n], i))  # noqa: B023
+            continue
+        new = graph.node_copy(node, lambda n: source(at[n], i))  # noqa: B023
+        new.name = graph._graph_namespace.create_name(f"head{k}_{node.name}", new)
+        new.meta[HEAD_KEY] = k
+        if node.op in ("call_module", "get_attr"):
+            new.target = f"{HEADS}.{k}.{node.target}"
+        made[i] = new
+    return result
+
+
+def unmerge_count(plans: Mapping[int, HeadPlan]) -> int:
+    """How many explicit unmerge nodes the plans need."""
+    return sum(len(u) for plan in plans.values() for u in plan.restored.values())
+
+
+def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
+    """The part of a partial zip that computes task k only; `merged` is left unchanged.
+
+    Args:
+        merged: the result of `zipfx.zip(..., partial=...)`.
+        k: index of the model, in the order given to `zip`.
+
+    Returns:
+        A GraphModule with model k's output structure. Its tensors are copies.
+
+    Raises:
+        ZipError: there is no such head.
+    """
+    heads = merged._modules.get(HEADS)
+    count = 0 if heads is None else len(list(heads.children()))
+    if not 0 <= k < count:
+        raise ZipError(
+            f"there is no head {k}: the merged model has {count} heads"
+            + ("" if count else "; a full zip has one output for all tasks")
+        )
+    twin = copy.deepcopy(merged)
+    graph = twin.graph
+    output = next(iter(reversed(graph.nodes)))
+    output.args = (output.args[0][k],)
+    for node in reversed(graph.nodes):
+        if node.meta.get(HEAD_KEY, k) != k:
+            graph.erase_node(node)
+    for other in range(count):
+        if other != k:
+            del twin.get_submodule(HEADS)._modules[str(other)]
+    graph.lint()
+    twin.recompile()
+    return twin

@@ -1,0 +1,130 @@
+"""Shadows: the labels of every storage, so that views and in-place writes need no rules.
+
+A view is the same storage seen through another (size, stride, offset); its labels are the same
+window into the labels of the storage.  Labels are kept compact for the geometry in which a storage
+was made, and laid out in full only when it is seen, or written to, through another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zipfx.labels import Kind, Labels, narrow
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
+
+
+def geometry(t: Tensor) -> Geometry:
+    return tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.itemsize
+
+
+@dataclass
+class _Record:
+    alive: StorageWeakRef
+    owner: int
+    made: Geometry
+    views: dict[Geometry, Labels]
+    full: list[list[Tensor]] | None = None  # features and fixed slots, one entry per element
+
+
+def _key(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+def _covers(t: Tensor) -> bool:
+    return t.numel() * t.itemsize == t.untyped_storage().nbytes()
+
+
+class Shadows:
+    """The labels of all live storages."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+
+    def _record(self, t: Tensor) -> _Record | None:
+        record = self._records.get(_key(t))
+        return record if record is not None and not record.alive.expired() else None
+
+    def knows(self, t: Tensor) -> bool:
+        return self._record(t) is not None
+
+    def owner(self, t: Tensor) -> int | None:
+        """The graph node (index) that made the storage of `t`."""
+        record = self._record(t)
+        return None if record is None else record.owner
+
+    def put(self, t: Tensor, labels: Labels, node: int) -> None:
+        """Set the labels of a tensor with a new storage."""
+        g = geometry(t)
+        ref = StorageWeakRef(t.untyped_storage())
+        self._records[_key(t)] = _Record(ref, node, g, {g: labels})
+
+    def get(self, t: Tensor) -> Labels | None:
+        """The labels of a tensor; None if its storage is unknown or seen through another dtype."""
+        record, g = self._record(t), geometry(t)
+        if record is None:
+            return None
+        if g not in record.views:
+            if g[3] != record.made[3]:
+                return None
+            record.full = record.full or self._lay_out(t, record)
+            record.views[g] = _window(record.full, g, record.views[record.made].kind)
+        return record.views[g]
+
+    def write(self, t: Tensor, labels: Labels, node: int) -> None:
+        """Set the labels of a tensor that was written to in place."""
+        record = self._record(t)
+        if record is None:
+            self.put(t, labels, node)
+            return
+        g = geometry(t)
+        if _covers(t):
+            record.made, record.full, record.views = g, None, {g: labels}
+            return
+        base = record.views[record.made]
+        record.full = record.full or self._lay_out(t, record)
+        for group, slots in zip(record.full, (labels.features, labels.fixed), strict=True):
+            while len(group) < len(slots):
+                group.append(torch.zeros(self._elements(t), dtype=torch.int64))
+            for i, full in enumerate(group):
+                window = full.as_strided(*g[:3])
+                window.copy_(slots[i]) if i < len(slots) else window.zero_()
+        kind = max(base.kind, labels.kind)
+        record.views = {record.made: _window(record.full, record.made, kind)}
+
+    @staticmethod
+    def _elements(t: Tensor) -> int:
+        return t.untyped_storage().nbytes() // t.itemsize
+
+    def _lay_out(self, t: Tensor, record: _Record) -> list[list[Tensor]]:
+        labels = record.views[record.made]
+        groups: list[list[Tensor]] = []
+        for slots in (labels.features, labels.fixed):
+            group = []
+            for slot in slots:
+                full = torch.zeros(self._elements(t), dtype=torch.int64)
+                full.as_strided(*record.made[:3]).copy_(slot)
+                group.append(full)
+            groups.append(group)
+        return groups
+
+
+def _window(full: list[list[Tensor]], g: Geometry, kind: Kind) -> Labels:
+    features, fixed = (
+        tuple(slot for f in group if bool((slot := narrow(f.as_strided(*g[:3]))).any()))
+        for group in full
+    )
+    return Labels(g[0], features, _distinct(fixed), kind)
+
+
+def _distinct(slots: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Drop repeated fixed slots, which say the same thing twice."""
+    kept: list[Tensor] = []
+    for slot in slots:
+        if not any(slot.shape == other.shape and torch.equal(slot, other) for other in kept):
+            kept.append(slot)
+    return tuple(kept)

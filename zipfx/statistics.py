@@ -1,0 +1,151 @@
+"""Second-order statistics of one feature space, and the similarity that matching works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zipfx.errors import ZipError
+
+_ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Count, mean and covariance of N features, those of K models side by side.
+
+    Args:
+        count: samples seen (batch times positions), at least 1.
+        mean: (N,) float64.
+        covariance: (N, N) float64, symmetric, on the device of the mean; any common factor
+            (count or count - 1 in the denominator) is fine.
+        sizes: features of each model, in order; they sum to N.
+        resolution: relative rounding of the activations that were observed, the eps of their dtype.
+
+    Raises:
+        ZipError: shapes, dtypes or values that cannot be statistics of these features.
+
+    >>> covariance = torch.tensor([[4.0, 2.0], [2.0, 4.0]], dtype=torch.float64)
+    >>> statistics = Statistics(9, torch.zeros(2, dtype=torch.float64), covariance, sizes=(1, 1))
+    >>> statistics.correlation()
+    tensor([[1.0000, 0.5000],
+            [0.5000, 1.0000]], dtype=torch.float64)
+    """
+
+    count: int
+    mean: Tensor
+    covariance: Tensor
+    sizes: tuple[int, ...]
+    resolution: float = torch.finfo(torch.float32).eps
+
+    def __post_init__(self) -> None:
+        self._check_shapes()
+        self._check_values()
+
+    def _check_shapes(self) -> None:
+        mean, covariance, total = self.mean, self.covariance, sum(self.sizes)
+        if not self.sizes or min(self.sizes) < 0:
+            raise ZipError(
+                f"sizes are {self.sizes}: give the features of each model, none negative"
+            )
+        if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
+            raise ZipError(f"the covariance has shape {tuple(covariance.shape)}: it must be square")
+        if mean.shape != (total,) or len(covariance) != total:
+            raise ZipError(
+                f"the sizes {self.sizes} sum to {total} features, but the mean has shape "
+                f"{tuple(mean.shape)} and the covariance {tuple(covariance.shape)}: "
+                f"they must be ({total},) and ({total}, {total})"
+            )
+        if mean.dtype != torch.float64 or covariance.dtype != torch.float64:
+            raise ZipError(
+                f"the mean is {mean.dtype} and the covariance {covariance.dtype}: "
+                "convert both to torch.float64"
+            )
+
+    def _check_values(self) -> None:
+        if self.count < 1:
+            raise ZipError(f"the statistics are of {self.count} samples: at least 1 is needed")
+        if not 0 <= self.resolution < 1:
+            raise ZipError(f"the resolution is {self.resolution}: it must be in 0 .. 1, as an eps")
+        for name, values in (("mean", self.mean), ("covariance", self.covariance)):
+            broken = int((~values.isfinite()).sum())
+            if broken:
+                raise ZipError(
+                    f"{broken} of {values.numel()} entries of the {name} are not finite: "
+                    "look for inf or nan in the activations of the calibration data"
+                )
+        if not sum(self.sizes):
+            return
+        variance = self.covariance.diagonal()
+        if variance.min() < 0:
+            raise ZipError(
+                f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
+                f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
+            )
+        gap = float((self.covariance - self.covariance.T).abs().max())
+        largest = float(self.covariance.abs().max())
+        if gap > _ASYMMETRY * largest:
+            raise ZipError(
+                f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
+                f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
+                f"{_ASYMMETRY:g} is accepted)"
+            )
+
+    @property
+    def constant(self) -> Tensor:
+        """(N,) bool: features that never vary on the calibration data.
+
+        A constant c that is rounded on its way shows a standard deviation of about
+        resolution * |c|, and the correlation of rounding noise means nothing: up to 16 times
+        that counts as constant.
+        """
+        noise = 16 * self.resolution * self.mean.abs()
+        return self.covariance.diagonal().sqrt() <= noise
+
+    def correlation(self) -> Tensor:
+        """(N, N) float64 in [-1, 1], exactly symmetric, with diagonal 1; never nan.
+
+        Rows and columns of constant features are 0 off the diagonal.
+        """
+        variance = self.covariance.diagonal()
+        std = torch.where(self.constant, torch.inf, variance.sqrt())
+        result = (self.covariance / 2).add_(self.covariance.T, alpha=0.5)
+        # One division by the outer product: its rounding is the same in (i, j) and (j, i).
+        result.div_(torch.outer(std, std))
+        result.clamp_(-1, 1).fill_diagonal_(1)
+        return result
+
+    def similarity(self) -> Tensor:
+        """(N, N) float64 in [-3, 1]: how well one feature can stand for another; never nan.
+
+        - two varying features: their correlation (ZipIt!, section 4);
+        - two constants: 1 - |m_i - m_j| / (|m_i| + |m_j|) in [0, 1], and 1 at equal means. Nothing
+          is lost by joining equal constants, dead ReLUs first of all, so they match before
+          anything that varies;
+        - a constant and a varying feature: 1 / (1 + |m_i - m_j|) - 3 in [-3, -2]. Joining them
+          spoils both, so this is the last resort, below every correlation; the nearer their
+          means, the less is spoilt.
+
+        >>> covariance = torch.diag(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64))
+        >>> mean = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+        >>> Statistics(9, mean, covariance, sizes=(1, 2)).similarity()
+        tensor([[ 1.0000, -2.5000, -2.7500],
+                [-2.5000,  1.0000,  0.5000],
+                [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
+        """
+        result = self.correlation()
+        fixed = self.constant.nonzero().flatten()
+        moving = (~self.constant).nonzero().flatten()
+        if len(fixed):
+            half = self.mean[fixed] / 2  # halves: neither sums nor differences can overflow
+            size = half.abs()
+            distance = (half[:, None] - half).abs_()
+            total = (size[:, None] + size).clamp_(min=torch.finfo(torch.float64).tiny)
+            result[fixed[:, None], fixed] = distance.div_(total).neg_().add_(1)
+            apart = (self.mean[fixed, None] - self.mean[moving]).abs_()
+            mixed = (1 + apart).reciprocal_().sub_(3)
+            result[fixed[:, None], moving] = mixed
+            result[moving[:, None], fixed] = mixed.T
+        return result

@@ -1,0 +1,111 @@
+"""Trace: a model becomes a `torch.fx.GraphModule` that keeps its module names.
+
+The model itself is never touched: tracing works on a structural copy that shares its parameters
+and owns its buffers, in eval mode, without the caller's hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zipfx.errors import ZipError
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+class Tracer(fx.Tracer):
+    """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants."""
+
+    proxy_buffer_attributes = True
+
+
+def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
+    """A copy of the module tree in eval mode: same parameters (or copies), own buffers, no hooks."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+                raise ZipError(
+                    f"module {name!r} computes its weight in a hook ({type(hook).__name__}); use "
+                    "torch.nn.utils.parametrizations instead of torch.nn.utils"
+                )
+    memo: dict[int, Any] = {}
+    if share_parameters:
+        memo = {id(p): p for p in model.parameters()}
+    memo.update({id(m.__dict__[h]): OrderedDict() for m in model.modules() for h in _HOOKS
+                 if h in m.__dict__})  # fmt: skip
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ZipError(
+            f"the {type(model).__name__} can not be copied ({error}); zipfx never changes the "
+            "caller's model, so it must support copy.deepcopy"
+        ) from error
+    for module in twin.modules():
+        for hook in _HOOKS:
+            if hook in module.__dict__:
+                module.__dict__[hook] = OrderedDict()
+    return twin.eval()
+
+
+def trace(model: nn.Module, tracer: fx.Tracer | None = None) -> fx.GraphModule:
+    """Trace a model symbolically, in eval mode, without changing it.
+
+    Args:
+        model: any module that `torch.fx` can trace.
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules.
+
+    Returns:
+        A GraphModule with the model's parameters (shared), copies of its buffers, and the same
+        qualified names. `node.meta["nn_module_stack"]` tells the modules a node came from.
+
+    Raises:
+        ZipError: the model can not be traced; the message names the line that could not.
+
+    >>> import torch
+    >>> gm = trace(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
+    >>> [node.op for node in gm.graph.nodes]
+    ['placeholder', 'call_module', 'call_module', 'output']
+    """
+    twin = structural_copy(model)
+    tracer = Tracer() if tracer is None else tracer
+    try:
+        graph = tracer.trace(twin)
+    except ZipError:
+        raise
+    except Exception as error:
+        raise ZipError(_untraceable(model, error)) from error
+    module = fx.GraphModule(tracer.root, graph, type(model).__name__)
+    module.eval()
+    graph.lint()
+    return module
+
+
+def _untraceable(model: nn.Module, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [f for f in frames if "torch/fx/" not in f.filename.replace("\\", "/")
+              and "torch/nn/modules/module.py" not in f.filename.replace("\\", "/")
+              and "zipfx/trace.py" not in f.filename.replace("\\", "/")]  # fmt: skip
+    line = f" at {inside[-1].filename}:{inside[-1].lineno} ({inside[-1].line})" if inside else ""
+    return (
+        f"torch.fx can not trace {type(model).__name__}{line}: {error}. Move the line into a "
+        "function marked with torch.fx.wrap, make the module that holds it a leaf with a tracer of "
+        "your own (tracer=...), or zip the part of the model before it"
+    )
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module keeps running statistics that can be re-estimated."""
+    return (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and isinstance(module.running_mean, torch.Tensor)
+    )

@@ -1,0 +1,134 @@
+"""Verify: permute every space, run the model, compare; pin what changes the function.
+
+Part of every analysis: an escape that the labels can not see (a value computed through numpy, say)
+shows here, and only here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zipfx.spaces import Space, SpaceMap, permute_axes, select
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph up to a node and keeps the values of some nodes."""
+
+    def __init__(self, module: fx.GraphModule, keep: Sequence[str]) -> None:
+        super().__init__(module)
+        self.keep, self.kept = set(keep), {}
+        self.lowest = torch.float64
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        for t in tree_leaves(value):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
+                self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
+        if n.name in self.keep:
+            self.kept[n.name] = tree_map(
+                lambda t: t.clone() if isinstance(t, Tensor) else t, value
+            )
+        return value
+
+
+def _scrambled(module: fx.GraphModule, seed: int) -> fx.GraphModule:
+    """A float64 copy whose constant parameters (fresh norms, zero biases) are made uneven."""
+    twin = copy.deepcopy(module).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for t in [*twin.parameters(), *twin.buffers()]:
+            if t.is_floating_point() and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
+                noise = torch.rand(t.shape, generator=generator, dtype=torch.float64)
+                t.copy_(noise.to(t.device) + 0.5)
+    return twin
+
+
+def _run(module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str]) -> tuple[dict[str, Any], float]:
+    recorder = _Recorder(module, keep)
+    with torch.no_grad():
+        recorder.run(*tree_map(_fresh, tuple(inputs)))
+    return recorder.kept, torch.finfo(recorder.lowest).eps
+
+
+def _fresh(t: Any) -> Any:
+    if not isinstance(t, Tensor):
+        return t
+    return t.double() if t.is_floating_point() else t.clone()
+
+
+def failing_spaces(module: fx.GraphModule, spaces: SpaceMap, inputs: Sequence[Any],
+                   keep: Sequence[str] | None = None, seed: int = 0) -> set[str]:  # fmt: skip
+    """Names of the spaces that can not be permuted without changing what `module` computes.
+
+    keep: nodes whose values are compared (default: the output); features at these nodes are
+    expected in their new order, so that a trunk can be checked without its heads.
+    """
+    twin = _scrambled(module, seed)
+    keep = [n.name for n in module.graph.nodes if n.op == "output"] if keep is None else keep
+    before, eps = _run(twin, inputs, keep)
+    tolerance = 1e-12 if eps < 1e-10 else 16 * eps
+    orders = spaces.random_permutations(seed)
+    tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+
+    def holds(names: Sequence[str]) -> bool:
+        chosen = [spaces[name] for name in names]
+        with torch.no_grad():
+            for space in chosen:
+                permute_axes(tensors, space, orders[space.name])
+            after, _ = _run(twin, inputs, keep)
+            for space in chosen:
+                permute_axes(tensors, space, torch.argsort(orders[space.name]))
+        expected = {name: _reordered(before[name], name, chosen, orders) for name in keep}
+        return all(_close(expected[name], after[name], tolerance) for name in keep)
+
+    def search(names: Sequence[str]) -> set[str]:
+        if holds(names):
+            return set()
+        if len(names) == 1:
+            return set(names)
+        half = len(names) // 2
+        found = search(names[:half]) | search(names[half:])
+        return found or set(names)  # wrong only together: none of them is safe
+
+    bad: set[str] = set()
+    while left := [s.name for s in spaces if s.name not in bad]:
+        worse = search(left)
+        if not worse:
+            break
+        bad |= worse
+    return bad
+
+
+def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[str, Tensor]) -> Any:
+    for space in spaces:
+        for place in space.places:
+            if place.node == node:
+                source = torch.arange(math.prod(value.shape[d] for d in place.dims))
+                source[place.index.flatten()] = place.index[orders[space.name]].flatten()
+                value = select(value, place.dims, source.to(value.device))
+    return value
+
+
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        if not isinstance(x, Tensor):
+            continue
+        if x.shape != y.shape:
+            return False
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+            continue
+        scale = x.abs().max() if x.numel() else x.new_zeros(())
+        if not torch.equal(x.isfinite(), y.isfinite()):
+            return False
+        if bool(((x - y).nan_to_num().abs() > tolerance * scale.nan_to_num(posinf=0.0)).any()):
+            return False
+    return True
