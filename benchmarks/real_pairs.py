@@ -97,8 +97,10 @@ class Pair:
     def calibration(self, per_task: int, seed: int) -> list[Tensor]:
         return cifar.calibration(self.train, self.tasks, per_task, self.info.normalise, seed=seed)
 
-    def evaluate(self, modules: Sequence[nn.Module]) -> evaluate.Accuracy:
-        outputs = evaluate.heads(modules, self.images)
+    def outputs(self, modules: Sequence[nn.Module]) -> list[Tensor]:
+        return evaluate.heads(modules, self.images)
+
+    def accuracy(self, outputs: Sequence[Tensor]) -> evaluate.Accuracy:
         return evaluate.accuracy(outputs, self.labels, self.tasks, self.info.embeddings)
 
     def result(self, name: str, modules: Sequence[nn.Module], published: float | None) -> Result:
@@ -110,16 +112,21 @@ def run(pair: Pair, methods: Iterable[Method], seeds: int) -> list[Result]:
     """All rows of one pair: the models as they are, then every method at every seed."""
     a, b = pair.models
     results: dict[str, Result] = {}
-    for name, modules in (("model a", [a]), ("model b", [b]), ("ensemble", [a, b])):
+    of_a, of_b = pair.outputs([a, b])
+    for name, modules, outputs in (
+        ("model a", [a], [of_a]),
+        ("model b", [b], [of_b]),
+        ("ensemble", [a, b], [of_a, of_b]),
+    ):
         results[name] = pair.result(name, modules, PUBLISHED_MODELS[name].get(pair.name))
-        results[name].accuracies.append(pair.evaluate(modules))
+        results[name].accuracies.append(pair.accuracy(outputs))
     for seed in range(seeds):
         matching = pair.calibration(MATCH_IMAGES, seed)
         resetting = pair.calibration(RESET_IMAGES, seed + 1000)
         ensemble = [evaluate.reset_batch_norm(model, resetting) for model in pair.models]
         name = "ensemble, statistics reset"
         row = results.setdefault(name, pair.result(name, ensemble, None))
-        row.accuracies.append(pair.evaluate(ensemble))
+        row.accuracies.append(pair.accuracy(pair.outputs(ensemble)))
         for method in methods:
             reset_peak()
             before = resident()
@@ -139,7 +146,7 @@ def run(pair: Pair, methods: Iterable[Method], seeds: int) -> list[Result]:
             )
             published = method.published.get(pair.name)
             row = results.setdefault(method.name, pair.result(method.name, [module], published))
-            row.accuracies.append(pair.evaluate([module]))
+            row.accuracies.append(pair.accuracy(pair.outputs([module])))
             row.stages.append(dict(report.seconds))
             row.peaks.append(peak)
             print(pair.name, seed, method.name, row.accuracies[-1], file=sys.stderr, flush=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zipfx.matrices import Matching
+from zipfx.matrices import Matching, Pairs
 from zipfx.spaces import Axis, Role, Space
-from zipfx.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -91,31 +90,22 @@ def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[AxisMap]]) -> Tensor
     return (total / len(tensors)).to(tensors[0].dtype)
 
 
-def fuse_variance(tensors: Sequence[Tensor], parts: Sequence[tuple[Axis, Matching, Statistics | None]],
-                  ) -> Tensor:  # fmt: skip
+def fuse_variance(
+    tensors: Sequence[Tensor], parts: Sequence[tuple[Axis, Matching, Pairs]]
+) -> Tensor:
     """Running variance of merged features, diag(M Sigma M^T) (design, section 3).
 
     Sigma takes its variances from the models' running statistics and its correlations from the
-    observed covariance, which may be of another place of the space; features that never varied,
-    or were never observed, count as fully correlated.
+    observed covariance, which may be of another place of the space.
     """
-    std = [t.detach().double().clamp(min=0).sqrt() for t in tensors]
-    pinned = torch.stack(std).mean(0).square()
-    for axis, matching, statistics in parts:
-        groups = matching.assignment
-        n = len(groups)
-        rho = torch.ones(n, n, dtype=torch.float64)
-        if statistics is not None:
-            varies = ~statistics.constant.cpu()
-            both = torch.outer(varies, varies)
-            rho = torch.where(both, statistics.correlation().cpu(), rho)
-        rho = rho * (groups[:, None] == groups)
-        counts = matching.counts.double()
-        for column in range(axis.index.shape[1]):
-            where = axis.index[:, column]
-            s = torch.cat([t.cpu()[where] for t in std])
-            each = s * (rho @ s)
-            merged = torch.zeros(matching.merged, dtype=torch.float64).index_add_(0, groups, each)
-            value = (merged / counts.square()).clamp(min=0)
-            pinned[where[: matching.merged].to(pinned.device)] = value.to(pinned.device)
-    return pinned.to(tensors[0].dtype)
+    std = [t.detach().double().clamp(min=0).sqrt().cpu() for t in tensors]
+    result = torch.stack(std).mean(0).square()
+    for axis, matching, pairs in parts:
+        groups, counts = matching.assignment, matching.counts.double()
+        for where in axis.index.T:
+            s = torch.cat([t[where] for t in std])
+            both = s[pairs.first] * s[pairs.second] * pairs.correlation
+            total = torch.zeros(matching.merged, dtype=torch.float64)
+            total.index_add_(0, groups, s.square()).index_add_(0, groups[pairs.first], both)
+            result[where] = (total / counts.square()).clamp(min=0)
+    return result.to(tensors[0].device, tensors[0].dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
+from zipfx.statistics import Statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,3 +112,43 @@ class Matching:
         models = len(self.sizes)
         model = torch.arange(models).repeat_interleave(torch.tensor(self.sizes))
         return int(torch.unique(self.assignment * models + model).numel())
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The pairs of different features that a matching joined, and how they correlate.
+
+    first, second: (P,) int64, every pair in both orders; correlation: (P,) float64, 1 where
+    nothing was observed or neither feature ever varied.
+    """
+
+    first: Tensor
+    second: Tensor
+    correlation: Tensor
+
+    @property
+    def mean(self) -> float:
+        """Mean correlation of the joined pairs (1 if there are none)."""
+        return float(self.correlation.mean()) if len(self.correlation) else 1.0
+
+
+def joined_pairs(matching: Matching, statistics: Statistics | None) -> Pairs:
+    """Look up the correlation of every pair inside a group (the rest of Sigma is not needed)."""
+    order = torch.argsort(matching.assignment, stable=True)
+    groups = matching.assignment[order]
+    first, second = [], []
+    for step in range(1, int(matching.counts.max()) if len(groups) else 1):
+        same = (groups[step:] == groups[:-step]).nonzero().flatten()
+        first += [order[same], order[same + step]]
+        second += [order[same + step], order[same]]
+    i = torch.cat(first) if first else torch.zeros(0, dtype=torch.int64)
+    j = torch.cat(second) if second else torch.zeros(0, dtype=torch.int64)
+    rho = torch.ones(len(i), dtype=torch.float64)
+    if statistics is not None:
+        a, b = i.to(statistics.mean.device), j.to(statistics.mean.device)
+        still = statistics.constant
+        std = statistics.covariance.diagonal().sqrt()
+        rho = (statistics.covariance[a, b] / (std[a] * std[b])).clamp(-1, 1)
+        # a constant stands for itself: with another constant as good as equal, else unrelated
+        rho = torch.where(still[a] | still[b], (still[a] & still[b]).double(), rho).cpu()
+    return Pairs(i, j, rho)

@@ -71,10 +71,17 @@ class Observer(nn.Module):
     def statistics(self) -> Statistics:
         """Count, mean (N,) and covariance (N, N) of all samples so far."""
         mean = self.total / self.count
-        covariance = self.second / self.count - torch.outer(mean, mean)
+        covariance = torch.addr(self.second, mean, mean, beta=1 / self.count, alpha=-1)
         covariance.diagonal().clamp_(min=0)
         sizes = (self.size,) * self.models
-        return Statistics(self.count, mean + self.shift, covariance, sizes, self.resolution)
+        return Statistics(
+            self.count, mean + self.shift, covariance, sizes, self.resolution, trusted=True
+        )
+
+    def first_broken(self) -> int | None:
+        """The first model whose activations were NaN or Inf; None if all were finite."""
+        finite = self.second.diagonal().isfinite() & self.total.isfinite() & self.shift.isfinite()
+        return None if bool(finite.all()) else int((~finite).nonzero()[0]) // self.size
 
 
 def last_read(space: Space) -> Sequence[Place]:
@@ -85,6 +92,29 @@ def last_read(space: Space) -> Sequence[Place]:
     """
     sharp = [p for p in space.places if not p.blurred] or list(space.places)
     return ([p for p in sharp if p.read] or sharp)[-1:]
+
+
+def all_reads(space: Space) -> Sequence[Place]:
+    """Every place where a weight reads the space."""
+    sharp = [p for p in space.places if not p.blurred] or list(space.places)
+    return [p for p in sharp if p.read] or sharp[-1:]
+
+
+def last_read_and_source(space: Space) -> Sequence[Place]:
+    """The last read, and the last place before it that is no read (before the activation)."""
+    (last,) = last_read(space) or (None,)
+    before = [p for p in space.places[: space.places.index(last)] if not p.read] if last else []
+    return [*before[-1:], *([last] if last else [])]
+
+
+def everywhere(space: Space) -> Sequence[Place]:
+    """Every place."""
+    return [p for p in space.places if not p.blurred] or space.places
+
+
+PLACES: dict[str, Choose] = {
+    "last": last_read, "reads": all_reads, "source": last_read_and_source, "all": everywhere,
+}  # fmt: skip
 
 
 def joint_graph(
@@ -141,8 +171,8 @@ def observe(
     clone_inputs: bool = False,
     choose: Choose = last_read,
     progress: bool = False,
-) -> tuple[dict[str, Statistics], int]:
-    """Statistics of every space over the features of all models, and how many batches were read.
+) -> tuple[dict[str, list[Observer]], int]:
+    """The observers of every space, filled, and how many batches were read.
 
     Args:
         modules: K traced models that correspond.
@@ -152,14 +182,13 @@ def observe(
     Raises:
         ZipError: no data; NaN or Inf in activations (with the space and the model).
     """
-    chosen = {space.name: list(choose(space)) for space in spaces}
     observers: dict[str, list[tuple[str, Observer]]] = {}
     of_space: dict[str, list[Observer]] = {}
-    for i, (space, places) in enumerate(chosen.items()):
-        for j, place in enumerate(places):
+    for i, space in enumerate(spaces):
+        for j, place in enumerate(choose(space)):
             observer = Observer(place, len(modules))
             observers.setdefault(place.node, []).append((f"space{i}_{j}", observer))
-            of_space.setdefault(space, []).append(observer)
+            of_space.setdefault(space.name, []).append(observer)
     joint = joint_graph(modules, observers, clone_inputs)
     batches = 0
     with torch.no_grad():
@@ -168,7 +197,14 @@ def observe(
             batches += 1
     if not batches:
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
-    return {name: _checked(name, group) for name, group in of_space.items()}, batches
+    for name, group in of_space.items():
+        for observer in group:
+            if (bad := observer.first_broken()) is not None:
+                raise ZipError(
+                    f"activations of space {name!r} are NaN or Inf in model {bad} on the "
+                    "calibration data; check that model's weights and the input normalisation"
+                )
+    return of_space, batches
 
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -183,24 +219,12 @@ def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, obje
         ) from error
 
 
-def _checked(name: str, observers: Sequence[Observer]) -> Statistics:
-    for observer in observers:
-        finite = observer.second.diagonal().isfinite() & observer.total.isfinite()
-        finite &= observer.shift.isfinite()
-        if not bool(finite.all()):
-            bad = int((~finite).nonzero()[0]) // observer.size
-            raise ZipError(
-                f"activations of space {name!r} are NaN or Inf in model {bad} on the calibration "
-                "data; check that model's weights and the input normalisation"
-            )
-    return combine([o.statistics() for o in observers])
-
-
-def combine(statistics: Sequence[Statistics]) -> Statistics:
+def combine(observers: Sequence[Observer]) -> Statistics:
     """Statistics of one space at several places as one: the mean of the correlations.
 
     A feature counts where it varies; it is constant only if it is constant everywhere.
     """
+    statistics = [observer.statistics() for observer in observers]
     if len(statistics) == 1:
         return statistics[0]
     varies = torch.stack([(~s.constant).double() for s in statistics])
@@ -211,4 +235,4 @@ def combine(statistics: Sequence[Statistics]) -> Statistics:
     covariance.diagonal().copy_(varies.sum(0))
     mean = torch.stack([s.mean for s in statistics]).mean(0)
     first = statistics[0]
-    return Statistics(first.count, mean, covariance, first.sizes, 0.0)
+    return Statistics(first.count, mean, covariance, first.sizes, 0.0, trusted=True)

@@ -34,8 +34,8 @@ from zipfx.correspond import (
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
-from zipfx.matrices import Matching
-from zipfx.observe import observe
+from zipfx.matrices import Matching, Pairs, joined_pairs
+from zipfx.observe import PLACES, Observer, combine, observe
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages
 from zipfx.rewrite import (
@@ -49,7 +49,6 @@ from zipfx.rewrite import (
     plant_unused,
 )
 from zipfx.spaces import Axis, Space
-from zipfx.statistics import Statistics
 from zipfx.trace import structural_copy, trace
 
 REPAIRS = ("none", "bn")
@@ -70,6 +69,7 @@ def zip(  # noqa: A001
     batch_to_args: BatchToArgs | None = None,
     tracer: fx.Tracer | None = None,
     verify: bool = True,
+    places: str = "last",
 ) -> fx.GraphModule:
     """Merge K models of one architecture into one multi-task model, without training.
 
@@ -95,6 +95,9 @@ def zip(  # noqa: A001
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
         tracer: an `fx.Tracer` of your own.
         verify: check the analysis numerically (see `analyze`).
+        places: where a space is observed: "last" (the last weight that reads it), "reads" (all of
+            them), "source" (the last one, and the values before their activation), "all". Several
+            are averaged as correlations.
 
     Returns:
         A GraphModule on the device, in the dtype and in the mode of models[0]. Full zip: its output
@@ -121,6 +124,8 @@ def zip(  # noqa: A001
     merging = match.resolve(matcher)
     if repair not in REPAIRS:
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
+    if places not in PLACES:
+        raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
     check_models(models)
     blind = calib_loader is None
     if blind and not (isinstance(merging, match.Identity) and repair == "none"):
@@ -149,17 +154,17 @@ def zip(  # noqa: A001
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
         with stages.stage("observe"):
-            statistics, batches = ({}, 0) if data is None else observe(
-                modules, analysis.spaces, data, progress=progress,
+            observers, batches = ({}, 0) if data is None else observe(
+                modules, analysis.spaces, data, progress=progress, choose=PLACES[places],
                 clone_inputs=_writes_inputs(analysis))  # fmt: skip
         with stages.stage("match"):
-            matchings = {
-                s.name: _match(merging, s, statistics.get(s.name), len(models))
+            matched = {
+                s.name: _match(merging, s, observers.pop(s.name, None), len(models))
                 for s in analysis.spaces
             }
         with stages.stage("fuse"):
             unseen = [s.name for s in analysis.spaces if data is not None and not s.places]
-            job = _Job(modules, analysis, matchings, statistics, inputs)
+            job = _Job(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
             _set_modes(merged, models)
         counts = {"observe": batches}
@@ -173,8 +178,10 @@ def zip(  # noqa: A001
         partial=partial,
         matcher=str(merging),
         repair=repair,
-        spaces=tuple(_space_report(s, matchings[s.name], statistics.get(s.name))
-                     for s in analysis.spaces),
+        spaces=tuple(
+            SpaceReport(s.name, s.size, m.within, m.across, pairs.mean)
+            for s in analysis.spaces for m, pairs in [matched[s.name]]
+        ),
         layers=_layers(analysis),
         parameters=sum(p.numel() for p in merged.parameters()),
         model_parameters=tuple(sum(p.numel() for p in m.parameters()) for m in models),
@@ -263,10 +270,13 @@ def _writes_inputs(analysis: Analysis) -> bool:
 
 
 def _match(
-    matcher: match.Matcher, space: Space, statistics: Statistics | None, models: int
-) -> Matching:
-    if statistics is None:
-        return Matching(torch.arange(space.size).repeat(models), (space.size,) * models, space.size)
+    matcher: match.Matcher, space: Space, observers: Sequence[Observer] | None, models: int
+) -> tuple[Matching, Pairs]:
+    if observers is None:
+        sizes = (space.size,) * models
+        found = Matching(torch.arange(space.size).repeat(models), sizes, space.size)
+        return found, joined_pairs(found, None)
+    statistics = combine(observers)
     try:
         found = matcher(statistics, space.size, across_only=space.tied)
     except ZipError as error:
@@ -276,7 +286,7 @@ def _match(
             f"the matcher gave {found.merged} merged features from {found.sizes} for space "
             f"{space.name!r}, which needs {space.size} from {statistics.sizes}"
         )
-    return found
+    return found, joined_pairs(found, statistics)
 
 
 @dataclass(frozen=True)
@@ -285,8 +295,7 @@ class _Job:
 
     modules: Sequence[fx.GraphModule]
     analysis: Analysis
-    matchings: Mapping[str, Matching]
-    statistics: Mapping[str, Statistics]
+    matched: Mapping[str, tuple[Matching, Pairs]]
     inputs: tuple[Any, ...]
 
     def full(self) -> tuple[MergedModule, list[HeadPlan], list[str]]:
@@ -337,7 +346,8 @@ class _Job:
         counterparts = self._counterparts()
         named = {id(t): n for m in modules[:1] for n, t in (*m.named_parameters(), *m.named_buffers())}
         shapes = {n: t.shape for n, t in (*modules[0].named_parameters(), *modules[0].named_buffers())}
-        maps = plan(list(analysis.spaces), self.matchings, shapes, len(modules))
+        matchings = {name: matching for name, (matching, _) in self.matched.items()}
+        maps = plan(list(analysis.spaces), matchings, shapes, len(modules))
         blank: list[list[AxisMap]] = [[] for _ in modules]
 
         def value(path: str, t: Tensor) -> Tensor:
@@ -351,8 +361,8 @@ class _Job:
 
         return value
 
-    def _parts(self, name: str) -> list[tuple[Axis, Matching, Statistics | None]]:
-        return [(axis, self.matchings[s.name], self.statistics.get(s.name))
+    def _parts(self, name: str) -> list[tuple[Axis, Matching, Pairs]]:
+        return [(axis, *self.matched[s.name])
                 for s in self.analysis.spaces for axis in s.axes if axis.parameter == name]  # fmt: skip
 
     def _counterparts(self) -> dict[int, list[Tensor]]:
@@ -375,7 +385,7 @@ class _Job:
         first = self.analysis
         plans = []
         for k, module in enumerate(self.modules):
-            by_index = {i: self.matchings[s.name] for i, s in enumerate(first.spaces)}
+            by_index = {i: self.matched[s.name][0] for i, s in enumerate(first.spaces)}
             if k == 0 or same_graph(self.modules[0], module):
                 found, facts = first.grouping, first.facts
             else:  # a head of its own: its labels have their own numbers
@@ -402,7 +412,7 @@ class _Job:
             for i, theirs in enumerate(other.spaces):
                 if any(a.parameter == name and a.dim == axis.dim and torch.equal(a.index, axis.index)
                        for a in theirs.axes):  # fmt: skip
-                    found[i] = self.matchings[space.name]
+                    found[i] = self.matched[space.name][0]
         return found
 
 
@@ -452,13 +462,3 @@ def _layers(analysis: Analysis) -> tuple[int, int]:
     nodes |= {i for i, n in enumerate(analysis.module.graph.nodes) if n.op == "call_module"
               and any(p.ndim > 1 for p in analysis.module.get_submodule(str(n.target)).parameters())}  # fmt: skip
     return sum(i <= analysis.grouping.last for i in nodes), len(nodes)
-
-
-def _space_report(space: Space, matching: Matching, statistics: Statistics | None) -> SpaceReport:
-    mean = float("nan")
-    if statistics is not None:
-        groups = matching.assignment
-        together = (groups[:, None] == groups) & ~torch.eye(len(groups), dtype=torch.bool)
-        pairs = statistics.correlation().cpu()[together]
-        mean = float(pairs.mean()) if len(pairs) else 1.0
-    return SpaceReport(space.name, space.size, matching.within, matching.across, mean)
