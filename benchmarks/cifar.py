@@ -116,7 +116,7 @@ def _decode(archive: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _torchvision(root: Path, split: str) -> Images:
-    from torchvision.datasets import CIFAR10  # type: ignore[import-untyped]
+    from torchvision.datasets import CIFAR10
 
     dataset = CIFAR10(str(root), train=split == "train", download=True)
     labels = torch.tensor(dataset.targets)

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,7 +63,7 @@ def accuracy(
     if embeddings is None:
         scores = list(outputs)
     else:
-        scores = [F.normalize(output) @ embeddings.T for output in outputs]
+        scores = [normalize(output) @ embeddings.T for output in outputs]
     per_task = scores * len(tasks) if len(scores) == 1 else scores
 
     if embeddings is None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, pad, relu
 
 Shortcut = Literal["conv", "pad"]
 
@@ -35,15 +35,15 @@ def shared_path(*parts: str) -> Path:
 class PadShortcut(nn.Module):
     """Shortcut option A of He et al. (2016): every second pixel, zeros for the new channels.
 
-    (B, C, H, W) -> (B, C + 2 * pad, H / 2, W / 2), without parameters.
+    (B, C, H, W) -> (B, C + 2 * added, H / 2, W / 2), without parameters.
     """
 
-    def __init__(self, pad: int) -> None:
+    def __init__(self, added: int) -> None:
         super().__init__()
-        self.pad = pad
+        self.added = added
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.pad, self.pad))
+        return pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.added, self.added))
 
 
 class Block(nn.Module):
@@ -67,8 +67,8 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        y = relu(self.bn1(self.conv1(x)))
+        return relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResNet20(nn.Module):
@@ -89,9 +89,9 @@ class ResNet20(nn.Module):
         self.linear = nn.Linear(planes[2], outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
+        x = relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        x = F.adaptive_avg_pool2d(x, 1).flatten(1)
+        x = adaptive_avg_pool2d(x, 1).flatten(1)
         logits: Tensor = self.linear(x)
         return logits
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot, relu
 from torch.utils.flop_counter import FlopCounterMode
 
 import zipfx
@@ -41,8 +41,8 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(width, width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        y = relu(self.bn1(self.conv1(x)))
+        return relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 class Network(nn.Module):
@@ -68,10 +68,10 @@ def train(images: Tensor, labels: Tensor, seed: int, epochs: int = 20, batch: in
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     steps = epochs * (len(images) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
-    targets = F.one_hot(labels, 10).float()
+    targets = one_hot(labels, 10).float()
     for _ in range(steps):
         chosen = torch.randint(len(images), (batch,))
-        loss = F.binary_cross_entropy_with_logits(network(images[chosen]), targets[chosen])
+        loss = binary_cross_entropy_with_logits(network(images[chosen]), targets[chosen])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,6 +1,6 @@
-"""zipfx: merge networks trained from different initialisations, on different tasks, without training.
+"""zipfx: merge networks of different initialisations and tasks into one, without training.
 
-    merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
+merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 """
 
 from zipfx.analyze import analyze
@@ -14,6 +14,21 @@ from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
 __all__ = [
-    "Axis", "Identity", "Matcher", "Matching", "Permute", "Pinned", "Place", "Report", "Role",
-    "Space", "SpaceMap", "Statistics", "Zip", "ZipError", "analyze", "head", "zip",
-]  # fmt: skip
+    "Axis",
+    "Identity",
+    "Matcher",
+    "Matching",
+    "Permute",
+    "Pinned",
+    "Place",
+    "Report",
+    "Role",
+    "Space",
+    "SpaceMap",
+    "Statistics",
+    "Zip",
+    "ZipError",
+    "analyze",
+    "head",
+    "zip",
+]

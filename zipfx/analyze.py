@@ -37,9 +37,11 @@ class Analysis:
         """The same facts, seen only by the trunk that ends with the node of index `last`."""
         nodes = list(self.module.graph.nodes)
         at = {node: i for i, node in enumerate(nodes)}
-        crossing = tuple(i for i, node in enumerate(nodes[: last + 1])
-                         if self.facts.nodes[i].kind == Kind.DATA
-                         and any(at[user] > last for user in node.users))  # fmt: skip
+        crossing = tuple(
+            i
+            for i, node in enumerate(nodes[: last + 1])
+            if self.facts.nodes[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
+        )
         return replace(self, crossing=crossing)._regroup(last)
 
     def pin(self, unsafe: frozenset[int]) -> Analysis:
@@ -57,7 +59,9 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
 
 
-def analyze(model: nn.Module, example_inputs: Any, *, verify: bool = True, seed: int = 0) -> SpaceMap:
+def analyze(
+    model: nn.Module, example_inputs: Any, *, verify: bool = True, seed: int = 0
+) -> SpaceMap:
     """Find the feature spaces of a model; the model is left unchanged.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,12 +63,12 @@ class Calibration:
             return (), dict(batch)
         if isinstance(batch, (tuple, list)) and batch:
             first = batch[0]
-            if isinstance(first, Tensor) or isinstance(first, (Mapping, list, tuple)):
+            if isinstance(first, (Tensor, Mapping, list, tuple)):
                 return (first,), {}
         raise ZipError(
-            f"a calibration batch is a {type(batch).__name__}; it must be a tensor, a tuple or list "
-            "whose first item is the input, or a dict of forward's keyword arguments. For anything "
-            "else pass batch_to_args=..., a function from a batch to the input or a tuple of them"
+            f"a calibration batch is a {type(batch).__name__}; it must be a tensor, a tuple or "
+            "list whose first item is the input, or a dict of forward's keyword arguments. For "
+            "anything else pass batch_to_args=..., a function from a batch to the arguments"
         )
 
 
@@ -79,7 +80,9 @@ def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:
 
 def batch_size(arguments: Any) -> int | None:
     """The common first dimension of all tensors; None if they have none in common."""
-    sizes = {t.shape[0] if t.ndim else None for t in tree_leaves(arguments) if isinstance(t, Tensor)}
+    sizes = {
+        t.shape[0] if t.ndim else None for t in tree_leaves(arguments) if isinstance(t, Tensor)
+    }
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -139,7 +142,7 @@ def _ambiguous(x: Any) -> bool:
 def fixed_randomness(seed: int) -> Iterator[None]:
     """Seed torch, numpy and python inside, and restore the caller's generators afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):
         try:
             torch.manual_seed(seed)
@@ -149,3 +152,31 @@ def fixed_randomness(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
+
+
+def example_arguments(
+    forward: Callable[..., Any], data: Calibration | None, example: Any, device: torch.device
+) -> tuple[Any, ...]:
+    """Positional arguments to analyse a model with: `example`, or two samples of the first batch.
+
+    Raises:
+        ZipError: no data, or a batch that does not fit forward's signature.
+    """
+    if example is not None:
+        args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
+        args = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, args)
+    else:
+        assert data is not None
+        batch = next(iter(data), None)
+        if batch is None:
+            raise ZipError("the calibration data is empty: calib_loader gave no batch")
+        args, kwargs = first_samples(batch, 2)
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ZipError(
+            f"a batch does not fit the model's forward: {error}. Pass batch_to_args=..., a "
+            "function from a batch to the input, a tuple of arguments, or a dict of them"
+        ) from error
+    bound.apply_defaults()
+    return tuple(bound.arguments.values())

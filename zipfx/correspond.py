@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError
 from zipfx.interpret import describe
@@ -40,7 +41,18 @@ def last_node(module: fx.GraphModule, partial: str | None) -> int:
     )
 
 
-def check_devices(models: Sequence[nn.Module]) -> None:
+def check_models(models: Any) -> None:
+    """At least two modules, with everything on one device and in corresponding dtypes."""
+    if not isinstance(models, Sequence) or len(models) < 2:
+        count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
+        raise ZipError(f"pass a list of at least two models; got {count}")
+    for k, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
+    _check_devices(models)
+
+
+def _check_devices(models: Sequence[nn.Module]) -> None:
     """All parameters of all models lie on one device, and corresponding ones share a dtype."""
     kinds = []
     for model in models:
@@ -174,3 +186,43 @@ def check_integers(modules: Sequence[fx.GraphModule], last: int) -> None:
                         "it can not be averaged; zip a part before it with partial=..."
                     )
 
+
+def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list[Tensor]]:
+    """id of each tensor of model 0's trunk -> the corresponding tensors of all models.
+
+    For a whole network, parameters that the graph does not use are found by their names.
+    """
+    found: dict[int, list[Tensor]] = {}
+    graphs = [list(m.graph.nodes)[: last + 1] for m in modules]
+    for nodes in zip(*graphs, strict=True):
+        groups = [tensors_at(m, n) for m, n in zip(modules, nodes, strict=True)]
+        for tensors in zip(*groups, strict=True):
+            found.setdefault(id(tensors[0]), list(tensors))
+    if last == len(modules[0].graph.nodes) - 1:
+        states = [named_tensors(m) for m in modules]
+        for name, t in states[0].items():
+            others = [s[name] for s in states if name in s and s[name].shape == t.shape]
+            if len(others) == len(states):
+                found.setdefault(id(t), others)
+    return found
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by qualified name; tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) -> None:
+    """Check that all models give outputs of the same shapes, as a full zip averages them."""
+    shapes = []
+    for k, module in enumerate(modules):
+        try:
+            result = module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
+        except Exception as error:
+            raise ZipError(f"model {k} fails on the example inputs: {error}") from error
+        shapes.append([tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)])
+        if shapes[k] != shapes[0]:
+            raise ZipError(
+                f"a full zip averages outputs, but model 0 gives shapes {shapes[0]} and model {k} "
+                f"{shapes[k]}; keep a head for each model with partial=<the last shared module>"
+            )

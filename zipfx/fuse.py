@@ -38,7 +38,9 @@ class AxisMap:
         return out.index_add_(self.dim, self.target.to(t.device), scaled)
 
 
-def axis_map(size: int, dim: int, merges: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> AxisMap:
+def axis_map(
+    size: int, dim: int, merges: Sequence[tuple[Tensor, Tensor, Tensor | None]]
+) -> AxisMap:
     """The map of one axis; merges: (index table, merged feature of each row, scale or None)."""
     target = torch.arange(size)
     scale = torch.ones(size, dtype=torch.float64)
@@ -49,8 +51,12 @@ def axis_map(size: int, dim: int, merges: Sequence[tuple[Tensor, Tensor, Tensor 
     return AxisMap(dim, target, scale)
 
 
-def plan(spaces: Sequence[Space], matchings: Mapping[str, Matching], shapes: Mapping[str, torch.Size],
-         models: int) -> dict[str, list[list[AxisMap]]]:  # fmt: skip
+def plan(
+    spaces: Sequence[Space],
+    matchings: Mapping[str, Matching],
+    shapes: Mapping[str, torch.Size],
+    models: int,
+) -> dict[str, list[list[AxisMap]]]:
     """For every parameter that a space touches: for each model, the maps of its axes."""
     found: dict[tuple[str, int], list[tuple[Axis, Matching]]] = {}
     for space in spaces:

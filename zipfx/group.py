@@ -22,10 +22,12 @@ from zipfx.interpret import Facts
 from zipfx.labels import Hashes, Ints, Kind, Ledger, mix, support, vector
 from zipfx.spaces import Axis, Pinned, Place, Role, Space, SpaceMap
 
+Flags = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class _Labels:
-    """Per label: its axis, its component, colour and roles; per component: its space (-1: none)."""
+    """What is known of every label: its axis, its component, its colour and its roles."""
 
     axis: Ints
     component: Ints
@@ -40,7 +42,8 @@ def components(ledger: Ledger, last: int, *, weights_only: bool = False) -> Ints
     a = np.concatenate([e.a for e in edges] or [np.zeros(0, np.int64)])
     b = np.concatenate([e.b for e in edges] or [np.zeros(0, np.int64)])
     graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(ledger.size, ledger.size))
-    return connected_components(graph, directed=False)[1].astype(np.int64)
+    found: Ints = connected_components(graph, directed=False)[1].astype(np.int64)
+    return found
 
 
 def _marked(ledger: Ledger, groups: Ints, labels: list[Ints]) -> Ints:
@@ -147,7 +150,7 @@ def group(
     return Grouping(last, known.component, space, member, tuple(sizes.tolist()))
 
 
-def _alive(ledger: Ledger, known: _Labels, last: int) -> npt.NDArray[np.bool_]:
+def _alive(ledger: Ledger, known: _Labels, last: int) -> Flags:
     alive = np.zeros(int(known.component.max()) + 1, bool)
     for ids, node in ledger.alive:
         if node <= last:
@@ -181,8 +184,9 @@ def _spaces(ledger: Ledger, known: _Labels, grouping: Grouping) -> list[Space]:
     labels = labels[labels > 0]
     comp = known.component[labels]
     # occurrences of a feature on one axis are aligned by what they met, then by order
-    order = np.lexsort((labels, known.colour[labels], member[comp], known.axis[labels],
-                        space_of[comp]))  # fmt: skip
+    order = np.lexsort(
+        (labels, known.colour[labels], member[comp], known.axis[labels], space_of[comp])
+    )
     labels, comp = labels[order], comp[order]
     space, axis = space_of[comp], known.axis[labels]
     cuts = np.flatnonzero((np.diff(space) != 0) | (np.diff(axis) != 0)) + 1
@@ -196,8 +200,11 @@ def _spaces(ledger: Ledger, known: _Labels, grouping: Grouping) -> list[Space]:
         consumed, produced = known.consumed[labels[run]], known.produced[labels[run]]
         if (consumed & produced).any():
             tied.add(s)
-        role = Role.PRODUCES if produced.all() else (
-            Role.CONSUMES if consumed.all() else Role.ELEMENTWISE)  # fmt: skip
+        role = (
+            Role.PRODUCES
+            if produced.all()
+            else (Role.CONSUMES if consumed.all() else Role.ELEMENTWISE)
+        )
         index = torch.from_numpy(labels[run] - start).reshape(sizes[s], -1)
         found.setdefault(s, []).append(Axis(name, dim, role, index))
     return [Space("", sizes[s], tuple(found[s]), tied=s in tied) for s in sorted(found)]
@@ -208,8 +215,11 @@ def _named(spaces: list[Space]) -> tuple[Space, ...]:
     for space in spaces:
         makers = [a for a in space.axes if a.role == Role.PRODUCES] or list(space.axes)
         base = makers[0].parameter.removesuffix(".weight")
-        name = next(n for i in range(len(spaces) + 1)
-                    if (n := base if i == 0 else f"{base}#{i + 1}") not in named)  # fmt: skip
+        name = next(
+            n
+            for i in range(len(spaces) + 1)
+            if (n := base if i == 0 else f"{base}#{i + 1}") not in named
+        )
         named[name] = replace(space, name=name)
     return tuple(named.values())
 
@@ -238,7 +248,7 @@ def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list
     return places
 
 
-def _pinned(ledger: Ledger, known: _Labels, stay: Ints, last: int) -> list[Pinned]:
+def _pinned(ledger: Ledger, known: _Labels, stay: Flags, last: int) -> list[Pinned]:
     why: dict[int, str] = {}
     for c in ledger.colours:
         if c.reason and c.node <= last:
@@ -256,7 +266,7 @@ def _pinned(ledger: Ledger, known: _Labels, stay: Ints, last: int) -> list[Pinne
 _UNLIKE = "unlike any other: it meets fixed coordinates (input channels, positions, constants)"
 
 
-def _ordered(ledger: Ledger, known: _Labels, last: int, stay: Ints) -> list[Pinned]:
+def _ordered(ledger: Ledger, known: _Labels, last: int, stay: Flags) -> list[Pinned]:
     """Axes whose features move, but only as whole blocks."""
     found: dict[tuple[str, int, str], set[int]] = {}
     for ids, node, reason in ledger.blocks:

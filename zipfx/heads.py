@@ -48,22 +48,34 @@ class HeadPlan:
     cloned: set[int] = field(default_factory=set)
 
 
-def plan_head(module: fx.GraphModule, facts: Facts, grouping: Grouping,
-              matchings: Mapping[int, Matching], k: int) -> HeadPlan:  # fmt: skip
+def plan_head(
+    module: fx.GraphModule,
+    facts: Facts,
+    grouping: Grouping,
+    matchings: Mapping[int, Matching],
+    k: int,
+) -> HeadPlan:
     """Decide for model k where U goes; matchings: by space index of the grouping."""
     return _Planner(module, facts, grouping, matchings, k).plan()
 
 
 class _Planner:
-    def __init__(self, module: fx.GraphModule, facts: Facts, grouping: Grouping,
-                 matchings: Mapping[int, Matching], k: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        facts: Facts,
+        grouping: Grouping,
+        matchings: Mapping[int, Matching],
+        k: int,
+    ) -> None:
         self.module, self.facts, self.grouping = module, facts, grouping
         self.matchings, self.k = matchings, k
         self.nodes = list(module.graph.nodes)
         self.at = {n: i for i, n in enumerate(self.nodes)}
         self.last = grouping.last
-        self.moves = {s for s, m in matchings.items()
-                      if not torch.equal(m.of(k), torch.arange(len(m.of(k))))}  # fmt: skip
+        self.moves = {
+            s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
+        }
 
     def plan(self) -> HeadPlan:
         refused: set[str] = set()
@@ -84,7 +96,7 @@ class _Planner:
             merged = [j for j in sources if self._is_merged(j, plan)]
             maps = self._absorb(i, merged, plan, refused)
             for name in self._parameters(i):
-                used.setdefault(name, set()).add(bool(maps) and name in maps)
+                used.setdefault(name, set()).add(maps is not None and name in maps)
             if merged and maps is None:
                 for j in merged:
                     self._restore(j, i, plan)
@@ -112,8 +124,11 @@ class _Planner:
         return self.grouping.spaces(labels) & self.moves
 
     def _carries(self, i: int) -> bool:
-        return any(self._moved(slot.reshape(-1).numpy())
-                   for value in self.facts.nodes[i].values for slot in value.features)  # fmt: skip
+        return any(
+            self._moved(slot.reshape(-1).numpy())
+            for value in self.facts.nodes[i].values
+            for slot in value.features
+        )
 
     def _whole(self, i: int) -> bool:
         """Whether the results of node i hold moved spaces whole, so that U can come after it."""
@@ -138,8 +153,9 @@ class _Planner:
             return [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
         return [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
 
-    def _absorb(self, i: int, merged: list[int], plan: HeadPlan,
-                refused: set[str]) -> dict[str, list[AxisMap]] | None:  # fmt: skip
+    def _absorb(
+        self, i: int, merged: list[int], plan: HeadPlan, refused: set[str]
+    ) -> dict[str, list[AxisMap]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
         if not merged or node.op == "output" or fact.traits & {"elementwise", "mixes"}:
@@ -150,7 +166,11 @@ class _Planner:
         for source in node.all_input_nodes:
             j = self.at[source]
             other = self.facts.nodes[j]
-            if j not in merged and other.kind == Kind.DATA and any(v.features for v in other.values):
+            if (
+                j not in merged
+                and other.kind == Kind.DATA
+                and any(v.features for v in other.values)
+            ):
                 return None
             if other.kind == Kind.WEIGHT and source.op != "get_attr":
                 return None
@@ -163,9 +183,11 @@ class _Planner:
                 maps.setdefault(found[0], []).append(found[1])
         return maps if self._whole(i) else None
 
-    def _columns(self, w: Ints,
-                 x: Ints,
-                 ) -> tuple[str, AxisMap] | None:  # fmt: skip
+    def _columns(
+        self,
+        w: Ints,
+        x: Ints,
+    ) -> tuple[str, AxisMap] | None:
         """The unmerge of the axis with labels w, which reads the features x."""
         for name, dim, start, size in self.facts.ledger.axes:
             if start <= w[0] < start + size:
@@ -174,10 +196,10 @@ class _Planner:
                 return name, self._unmerge_map(x, size, dim)
         return None
 
-    def _unmerge_map(self, labels: Ints, size: int,
-                     dim: int) -> AxisMap:  # fmt: skip
-        merges = [(index, self.matchings[s].of(self.k), None)
-                  for s, index in self.grouping.tables(labels)]  # fmt: skip
+    def _unmerge_map(self, labels: Ints, size: int, dim: int) -> AxisMap:
+        merges = [
+            (index, self.matchings[s].of(self.k), None) for s, index in self.grouping.tables(labels)
+        ]
         return axis_map(size, dim, merges)
 
     def _restore(self, j: int, i: int, plan: HeadPlan) -> None:

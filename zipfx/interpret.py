@@ -63,9 +63,9 @@ class Facts:
     notes: tuple[str, ...]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.shadows = Shadows()
         self.notes: list[str] = []
@@ -200,9 +200,11 @@ class _Interpreter(fx.Interpreter):
 
 def describe(node: fx.Node) -> str:
     """A node as messages name it: its name, and the module path or function it calls."""
-    target = node.target if isinstance(node.target, str) else getattr(
-        node.target, "__name__", str(node.target)
-    )  # fmt: skip
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
     stack = list(node.meta.get("nn_module_stack", {}))
     place = f" in module {stack[-1]!r}" if stack and stack[-1] not in ("", target) else ""
     return f"node {node.name!r} ({node.op} {target}{place})"

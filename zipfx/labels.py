@@ -93,6 +93,12 @@ def place(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
     return slot.permute(*keep, *others).reshape(shape)
 
 
+def broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both slots at their common shape."""
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    return a.expand(shape), b.expand(shape)
+
+
 def vector(slot: Tensor, *dims: int) -> Tensor:
     """The slot as a vector along the dimensions it varies along, flattened in this order."""
     return slot.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1)
@@ -120,7 +126,7 @@ def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
 
 
 def by_value(t: Tensor) -> Labels:
-    """Labels of a constant: one fixed slot, equal where the values are equal; none where uniform."""
+    """Labels of a constant: a fixed slot, equal where values are equal; none where uniform."""
     shape = tuple(t.shape)
     if t.numel() <= 1 or t.is_complex() or t.is_quantized:
         return Labels(shape, kind=Kind.CONSTANT)
@@ -155,7 +161,7 @@ class Colour:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A weight read features: weight label w[i] met data label x[i] (0: no feature) and was summed."""
+    """A weight read features: label w[i] met data label x[i] (0: no feature) and was summed."""
 
     w: Ints
     x: Ints
@@ -199,7 +205,7 @@ class Ledger:
         """Make the features of two slots one, elementwise after broadcasting; return the union."""
         if a is b:
             return a
-        u, v = torch.broadcast_tensors(a, b)
+        u, v = broadcast(a, b)
         both = (u > 0) & (v > 0) & (u != v)
         if bool(both.any()):
             pairs = torch.unique(torch.stack([u[both], v[both]]), dim=1).numpy()
@@ -263,7 +269,7 @@ class Ledger:
                     self._colour_pattern(f, p)
 
     def _colour_pattern(self, f: Tensor, p: Tensor) -> None:
-        u, v = (s.reshape(-1).numpy() for s in torch.broadcast_tensors(f, p))
+        u, v = (s.reshape(-1).numpy() for s in broadcast(f, p))
         u, v = u[keep := u > 0], v[keep]
         order = np.argsort(u, kind="stable")
         labels, start, count = np.unique(u[order], return_index=True, return_counts=True)

@@ -29,6 +29,7 @@ class Observer(nn.Module):
     samples cost precision; sums are kept in float64 on the device of the activations.
     """
 
+    index: Tensor
     shift: Tensor
     total: Tensor
     second: Tensor
@@ -100,11 +101,18 @@ def all_reads(space: Space) -> Sequence[Place]:
     return [p for p in sharp if p.read] or sharp[-1:]
 
 
-def last_read_and_source(space: Space) -> Sequence[Place]:
-    """The last read, and the last place before it that is no read (before the activation)."""
-    (last,) = last_read(space) or (None,)
-    before = [p for p in space.places[: space.places.index(last)] if not p.read] if last else []
-    return [*before[-1:], *([last] if last else [])]
+def reads_and_source(space: Space) -> Sequence[Place]:
+    """Every read, and the last place before the last read that is none.
+
+    That is before the activation, where a ReLU has not yet made features dead or all but dead:
+    there the correlation of a feature with its copy is 1 and that of any other two is not.
+    """
+    reads = list(all_reads(space))
+    if not reads:
+        return reads
+    before = list(space.places)[: list(space.places).index(reads[-1])]
+    source = [p for p in before if not p.read and len(p.blurred) <= len(reads[-1].blurred)]
+    return [*source[-1:], *reads]
 
 
 def everywhere(space: Space) -> Sequence[Place]:
@@ -113,8 +121,11 @@ def everywhere(space: Space) -> Sequence[Place]:
 
 
 PLACES: dict[str, Choose] = {
-    "last": last_read, "reads": all_reads, "source": last_read_and_source, "all": everywhere,
-}  # fmt: skip
+    "last": last_read,
+    "reads": all_reads,
+    "source": reads_and_source,
+    "all": everywhere,
+}
 
 
 def joint_graph(
@@ -133,8 +144,9 @@ def joint_graph(
     graph = fx.Graph()
     seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
     nodes = [list(m.graph.nodes) for m in modules]
-    needed = [i for i, node in enumerate(nodes[0])
-              if node.name in observers or node.op == "placeholder"]  # fmt: skip
+    needed = [
+        i for i, node in enumerate(nodes[0]) if node.name in observers or node.op == "placeholder"
+    ]
     for i in range(max(needed, default=-1) + 1):
         node = nodes[0][i]
         if node.op == "placeholder":

@@ -45,8 +45,8 @@ def repair_batch_norm(module: nn.Module, data: Calibration, *, progress: bool = 
                 batches += 1
     except ValueError as error:
         raise ZipError(
-            f"BatchNorm statistics can not be measured on this batch ({error}); use larger batches, "
-            'or repair="none"'
+            f"BatchNorm statistics can not be measured on this batch ({error}); use larger "
+            'batches, or repair="none"'
         ) from error
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

@@ -8,9 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
+from zipfx.analyze import Analysis
+from zipfx.calibrate import batch_size
 from zipfx.spaces import Pinned, table
 
 
@@ -53,7 +59,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
-        rows = [("space", "size", "within", "across", "correlation")]
+        rows: list[tuple[str, ...]] = [("space", "size", "within", "across", "correlation")]
         rows += [
             (s.name, str(s.size), str(s.within), str(s.across), f"{s.correlation:.3f}")
             for s in self.spaces
@@ -65,16 +71,25 @@ class Report:
             f"matcher {self.matcher}, repair {self.repair}",
             f"parameters {self.parameters:,} (the models: {total:,}), "
             f"FLOPs per sample {self.flops:,} (the models: {sum(self.model_flops):,})",
-            "batches " + ", ".join(f"{k} {v}" for k, v in self.batches.items())
-            + "; seconds " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()),
+            "batches "
+            + ", ".join(f"{k} {v}" for k, v in self.batches.items())
+            + "; seconds "
+            + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()),
             "",
             *table(rows),
-        ]  # fmt: skip
+        ]
         if self.unmerges:
             lines += ["", f"explicit unmerge at the cut: {', '.join(self.unmerges)}"]
         if self.pinned:
-            lines += ["", *table([("pinned", "dim", "features", "why"), *(
-                (p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned)])]  # fmt: skip
+            lines += [
+                "",
+                *table(
+                    [
+                        ("pinned", "dim", "features", "why"),
+                        *((p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned),
+                    ]
+                ),
+            ]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
 
@@ -104,3 +119,29 @@ class Stages:
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def count_flops(module: nn.Module, inputs: tuple[Any, ...]) -> int:
+    """FLOPs for one sample, by torch's counter, in eval mode."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        counter = FlopCounterMode(display=False)
+        with counter:
+            module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
+    finally:
+        for m, mode in modes:
+            m.training = mode
+    return int(counter.get_total_flops()) // max(1, batch_size(inputs) or 1)
+
+
+def count_layers(analysis: Analysis) -> tuple[int, int]:
+    """Nodes that read features or inputs with a weight: in the trunk, and in all."""
+    nodes = {c.node for c in analysis.facts.ledger.contractions if c.node >= 0}
+    nodes |= {
+        i
+        for i, n in enumerate(analysis.module.graph.nodes)
+        if n.op == "call_module"
+        and any(p.ndim > 1 for p in analysis.module.get_submodule(str(n.target)).parameters())
+    }
+    return sum(i <= analysis.grouping.last for i in nodes), len(nodes)

@@ -7,7 +7,7 @@ The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ class Tree:
     that the source ties stay tied.
     """
 
-    def __init__(self, source: nn.Module, value_of: Callable[[str, Tensor], Tensor],
-                 root: nn.Module | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        source: nn.Module,
+        value_of: Callable[[str, Tensor], Tensor],
+        root: nn.Module | None = None,
+    ) -> None:
         self.source, self.value_of = source, value_of
         self.root = nn.Module() if root is None else root
         self._made: dict[int, Tensor] = {}
@@ -142,8 +146,11 @@ def plant_unused(tree: Tree, source: nn.Module, used: set[int]) -> list[str]:
     """Bring in the parameters that no node uses (auxiliary heads, say), so that none is lost."""
     kept = []
     for path, module in source.named_modules():
-        own = {k: t for k, t in (*module._parameters.items(), *module._buffers.items())
-               if t is not None}  # fmt: skip
+        own = {
+            k: t
+            for k, t in (*module._parameters.items(), *module._buffers.items())
+            if t is not None
+        }
         idle = [k for k, t in own.items() if id(t) not in used]
         standard = module.__module__.startswith("torch.nn") and not list(module.children())
         if path and idle and len(idle) == len(own) and standard:
@@ -163,13 +170,20 @@ def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.No
     return seen
 
 
-def copy_head(graph: fx.Graph, root: nn.Module, nodes: Sequence[fx.Node], trunk: Sequence[fx.Node],
-              plan: HeadPlan, k: int) -> Any:  # fmt: skip
+def copy_head(
+    graph: fx.Graph,
+    root: nn.Module,
+    nodes: Sequence[fx.Node],
+    trunk: Sequence[fx.Node],
+    plan: HeadPlan,
+    k: int,
+) -> Any:
     """Copy the head of model k behind the trunk; return its output value.
 
     nodes: all nodes of model k; trunk: the copies of those up to the cut, by index.
     """
     at = {n: i for i, n in enumerate(nodes)}
+    home = root.get_submodule(f"{HEADS}.{k}")
     made: dict[int, fx.Node] = {}
     restored: dict[int, fx.Node] = {}
     own = set(plan.nodes)
@@ -193,17 +207,20 @@ def copy_head(graph: fx.Graph, root: nn.Module, nodes: Sequence[fx.Node], trunk:
         if j not in restored:
             node = value(j)
             for unmerge in plan.restored[j]:
-                name = f"unmerge_{len([n for n in head._buffers if n.startswith('unmerge_')])}"
-                head.register_buffer(name, unmerge.index)
+                name = f"unmerge_{len([n for n in home._buffers if n.startswith('unmerge_')])}"
+                home.register_buffer(name, unmerge.index)
                 index = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
                 one = len(unmerge.dims) == 1
                 args = (node, unmerge.dims[0] if one else unmerge.dims, index)
-                node = add("call_function", torch.index_select if one else select, args,
-                           f"head{k}_features")  # fmt: skip
+                node = add(
+                    "call_function",
+                    torch.index_select if one else select,
+                    args,
+                    f"head{k}_features",
+                )
             restored[j] = node
         return restored[j]
 
-    head = root.get_submodule(f"{HEADS}.{k}")
     result: Any = None
     for i in plan.nodes:
         node = nodes[i]
@@ -219,9 +236,15 @@ def copy_head(graph: fx.Graph, root: nn.Module, nodes: Sequence[fx.Node], trunk:
     return result
 
 
-def unmerge_count(plans: Mapping[int, HeadPlan]) -> int:
-    """How many explicit unmerge nodes the plans need."""
-    return sum(len(u) for plan in plans.values() for u in plan.restored.values())
+def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
+    """Train or eval mode of every module as in the models."""
+    modes = {name: m.training for name, m in models[0].named_modules()}
+    for name, module in merged.named_modules():
+        module.training = modes.get(name, models[0].training)
+    for k, model in enumerate(models):
+        own = {f"{HEADS}.{k}.{name}": m.training for name, m in model.named_modules()}
+        for name, module in merged.named_modules():
+            module.training = own.get(name, module.training)
 
 
 def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:

@@ -8,6 +8,7 @@ was made, and laid out in full only when it is seen, or written to, through anot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 def geometry(t: Tensor) -> Geometry:
-    return tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.itemsize
+    return tuple(t.shape), tuple(t.stride()), int(t.storage_offset()), t.itemsize
 
 
 @dataclass
 class _Record:
-    alive: StorageWeakRef
+    ref: Any  # a StorageWeakRef: while it lives, its key is not reused
     owner: int
     made: Geometry
     views: dict[Geometry, Labels]
@@ -47,7 +48,7 @@ class Shadows:
 
     def _record(self, t: Tensor) -> _Record | None:
         record = self._records.get(_key(t))
-        return record if record is not None and not record.alive.expired() else None
+        return record if record is not None and not record.ref.expired() else None
 
     def knows(self, t: Tensor) -> bool:
         return self._record(t) is not None
@@ -60,7 +61,7 @@ class Shadows:
     def put(self, t: Tensor, labels: Labels, node: int) -> None:
         """Set the labels of a tensor with a new storage."""
         g = geometry(t)
-        ref = StorageWeakRef(t.untyped_storage())
+        ref = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
         self._records[_key(t)] = _Record(ref, node, g, {g: labels})
 
     def get(self, t: Tensor) -> Labels | None:

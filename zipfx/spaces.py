@@ -119,7 +119,7 @@ class SpaceMap:
         passed in is left unchanged.
         """
         twin = copy.deepcopy(model)
-        tensors = dict(twin.named_parameters(remove_duplicate=False))
+        tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
         tensors.update(twin.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, order in permutations.items():
@@ -127,15 +127,23 @@ class SpaceMap:
         return twin
 
     def __str__(self) -> str:
-        rows = [("space", "size", "produced by", "consumed by", "elementwise")]
+        rows: list[tuple[str, ...]] = [
+            ("space", "size", "produced by", "consumed by", "elementwise")
+        ]
         for s in self.spaces:
             by = {r: [a.parameter for a in s.axes if a.role == r] for r in Role}
             rows.append((s.name, str(s.size), *(_short(by[r]) for r in Role)))
         lines = table(rows)
         if self.pinned:
-            lines += ["", *table([("pinned", "dim", "features", "why"), *(
-                (p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned
-            )])]  # fmt: skip
+            lines += [
+                "",
+                *table(
+                    [
+                        ("pinned", "dim", "features", "why"),
+                        *((p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned),
+                    ]
+                ),
+            ]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
 

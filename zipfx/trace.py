@@ -17,9 +17,14 @@ from torch import fx, nn
 from zipfx.errors import ZipError
 
 _HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 class Tracer(fx.Tracer):
@@ -29,7 +34,7 @@ class Tracer(fx.Tracer):
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
-    """A copy of the module tree in eval mode: same parameters (or copies), own buffers, no hooks."""
+    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
@@ -40,8 +45,14 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
     memo: dict[int, Any] = {}
     if share_parameters:
         memo = {id(p): p for p in model.parameters()}
-    memo.update({id(m.__dict__[h]): OrderedDict() for m in model.modules() for h in _HOOKS
-                 if h in m.__dict__})  # fmt: skip
+    memo.update(
+        {
+            id(m.__dict__[h]): OrderedDict()
+            for m in model.modules()
+            for h in _HOOKS
+            if h in m.__dict__
+        }
+    )
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
@@ -56,12 +67,15 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
     return twin.eval()
 
 
-def trace(model: nn.Module, tracer: fx.Tracer | None = None) -> fx.GraphModule:
+def trace(
+    model: nn.Module, tracer: fx.Tracer | None = None, device: torch.device | None = None
+) -> fx.GraphModule:
     """Trace a model symbolically, in eval mode, without changing it.
 
     Args:
         model: any module that `torch.fx` can trace.
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules.
+        device: where the traced module is to live; default: where the model is.
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -75,7 +89,7 @@ def trace(model: nn.Module, tracer: fx.Tracer | None = None) -> fx.GraphModule:
     >>> [node.op for node in gm.graph.nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
-    twin = structural_copy(model)
+    twin = structural_copy(model, share_parameters=device is None).to(device)
     tracer = Tracer() if tracer is None else tracer
     try:
         graph = tracer.trace(twin)
@@ -91,9 +105,13 @@ def trace(model: nn.Module, tracer: fx.Tracer | None = None) -> fx.GraphModule:
 
 def _untraceable(model: nn.Module, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if "torch/fx/" not in f.filename.replace("\\", "/")
-              and "torch/nn/modules/module.py" not in f.filename.replace("\\", "/")
-              and "zipfx/trace.py" not in f.filename.replace("\\", "/")]  # fmt: skip
+    inside = [
+        f
+        for f in frames
+        if "torch/fx/" not in f.filename.replace("\\", "/")
+        and "torch/nn/modules/module.py" not in f.filename.replace("\\", "/")
+        and "zipfx/trace.py" not in f.filename.replace("\\", "/")
+    ]
     line = f" at {inside[-1].filename}:{inside[-1].lineno} ({inside[-1].line})" if inside else ""
     return (
         f"torch.fx can not trace {type(model).__name__}{line}: {error}. Move the line into a "

@@ -23,7 +23,8 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, keep: Sequence[str]) -> None:
         super().__init__(module)
-        self.keep, self.kept = set(keep), {}
+        self.keep = set(keep)
+        self.kept: dict[str, Any] = {}
         self.lowest = torch.float64
 
     def run_node(self, n: fx.Node) -> Any:
@@ -32,9 +33,7 @@ class _Recorder(fx.Interpreter):
             if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
                 self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
         if n.name in self.keep:
-            self.kept[n.name] = tree_map(
-                lambda t: t.clone() if isinstance(t, Tensor) else t, value
-            )
+            self.kept[n.name] = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)
         return value
 
 
@@ -50,7 +49,9 @@ def _scrambled(module: fx.GraphModule, seed: int) -> fx.GraphModule:
     return twin
 
 
-def _run(module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str]) -> tuple[dict[str, Any], float]:
+def _run(
+    module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str]
+) -> tuple[dict[str, Any], float]:
     recorder = _Recorder(module, keep)
     with torch.no_grad():
         recorder.run(*tree_map(_fresh, tuple(inputs)))
@@ -63,8 +64,13 @@ def _fresh(t: Any) -> Any:
     return t.double() if t.is_floating_point() else t.clone()
 
 
-def failing_spaces(module: fx.GraphModule, spaces: SpaceMap, inputs: Sequence[Any],
-                   keep: Sequence[str] | None = None, seed: int = 0) -> set[str]:  # fmt: skip
+def failing_spaces(
+    module: fx.GraphModule,
+    spaces: SpaceMap,
+    inputs: Sequence[Any],
+    keep: Sequence[str] | None = None,
+    seed: int = 0,
+) -> set[str]:
     """Names of the spaces that can not be permuted without changing what `module` computes.
 
     keep: nodes whose values are compared (default: the output); features at these nodes are

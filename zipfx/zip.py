@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import builtins
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch import fx, nn
 
 from zipfx import match
-from zipfx.analyze import Analysis, as_inputs, checked, run_analysis
-from zipfx.calibrate import (
-    BatchToArgs,
-    Calibration,
-    batch_size,
-    calibration,
-    first_samples,
-    fixed_randomness,
-)
-from zipfx.correspond import (
-    check_devices,
-    check_integers,
-    correspond,
-    last_node,
-    same_graph,
-    tensors_at,
-)
+from zipfx.analyze import Analysis, checked, run_analysis
+from zipfx.assemble import Assembly
+from zipfx.calibrate import BatchToArgs, calibration, example_arguments, fixed_randomness
+from zipfx.correspond import check_integers, check_models, check_outputs, correspond, last_node
 from zipfx.errors import ZipError
-from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
-from zipfx.heads import HeadPlan, plan_head
 from zipfx.matrices import Matching, Pairs, joined_pairs
 from zipfx.observe import PLACES, Observer, combine, observe
 from zipfx.repair import repair_batch_norm
-from zipfx.report import Report, SpaceReport, Stages
-from zipfx.rewrite import (
-    HEADS,
-    MergedModule,
-    Tree,
-    build,
-    copy_head,
-    copy_trunk,
-    plant,
-    plant_unused,
-)
-from zipfx.spaces import Axis, Space
-from zipfx.trace import structural_copy, trace
+from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
+from zipfx.rewrite import copy_modes
+from zipfx.spaces import Space
+from zipfx.trace import trace
 
 REPAIRS = ("none", "bn")
 
 
-def zip(  # noqa: A001
+def zip(
     models: Sequence[nn.Module],
     calib_loader: Iterable[Any] | None,
     *,
@@ -137,26 +108,34 @@ def zip(  # noqa: A001
         raise ZipError("without calibration data pass example_inputs=..., to analyse the model")
     home = _device(models[0])
     away = home if device is None else torch.device(device)
-    data = None if blind else calibration(
-        calib_loader, len(models), batch_to_args, max_samples, away)  # fmt: skip
+    data = (
+        None if blind else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
+    )
     stages = Stages(away)
     with fixed_randomness(seed), torch.no_grad():
         with stages.stage("trace"):
-            twins = [structural_copy(m, share_parameters=away == home).to(away) for m in models] \
-                if away != home else list(models)  # fmt: skip
-            modules = [trace(m, tracer) for m in twins]
-            inputs = _inputs(modules[0], data, example_inputs, away)
+            modules = [trace(m, tracer, None if away == home else away) for m in models]
+            inputs = example_arguments(modules[0].forward, data, example_inputs, away)
             last = last_node(modules[0], partial)
             if partial is None:
-                _check_outputs(modules, inputs)
+                check_outputs(modules, inputs)
             correspond(modules, last)
             check_integers(modules, last)
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
         with stages.stage("observe"):
-            observers, batches = ({}, 0) if data is None else observe(
-                modules, analysis.spaces, data, progress=progress, choose=PLACES[places],
-                clone_inputs=_writes_inputs(analysis))  # fmt: skip
+            observers, batches = (
+                ({}, 0)
+                if data is None
+                else observe(
+                    modules,
+                    analysis.spaces,
+                    data,
+                    progress=progress,
+                    choose=PLACES[places],
+                    clone_inputs=_writes_inputs(analysis),
+                )
+            )
         with stages.stage("match"):
             matched = {
                 s.name: _match(merging, s, observers.pop(s.name, None), len(models))
@@ -164,14 +143,14 @@ def zip(  # noqa: A001
             }
         with stages.stage("fuse"):
             unseen = [s.name for s in analysis.spaces if data is not None and not s.places]
-            job = _Job(modules, analysis, matched, inputs)
+            job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
-            _set_modes(merged, models)
+            copy_modes(merged, models)
         counts = {"observe": batches}
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
-        flops = [_flops(m, inputs) for m in (merged, *modules)]
+        flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
     merged.meta["zipfx"] = Report(
         models=len(models),
@@ -180,9 +159,10 @@ def zip(  # noqa: A001
         repair=repair,
         spaces=tuple(
             SpaceReport(s.name, s.size, m.within, m.across, pairs.mean)
-            for s in analysis.spaces for m, pairs in [matched[s.name]]
+            for s in analysis.spaces
+            for m, pairs in [matched[s.name]]
         ),
-        layers=_layers(analysis),
+        layers=count_layers(analysis),
         parameters=sum(p.numel() for p in merged.parameters()),
         model_parameters=tuple(sum(p.numel() for p in m.parameters()) for m in models),
         flops=flops[0],
@@ -190,68 +170,28 @@ def zip(  # noqa: A001
         seconds=dict(stages.seconds),
         bytes=dict(stages.bytes),
         pinned=analysis.spaces.pinned,
-        unmerges=tuple(f"head {k} at {list(modules[k].graph.nodes)[j].name}"
-                       for k, p in enumerate(plans) for j, u in p.restored.items() if u),
+        unmerges=tuple(
+            f"head {k} at {list(modules[k].graph.nodes)[j].name}"
+            for k, p in enumerate(plans)
+            for j, u in p.restored.items()
+            if u
+        ),
         batches=counts,
-        notes=(*analysis.spaces.notes, *notes, *(
-            f"space {name!r} lies inside one node and can not be observed: matched by position"
-            for name in unseen)),
-    )  # fmt: skip
+        notes=(
+            *analysis.spaces.notes,
+            *notes,
+            *(
+                f"space {name!r} lies inside one node and can not be observed: matched by position"
+                for name in unseen
+            ),
+        ),
+    )
     return merged
-
-
-def check_models(models: Any) -> None:
-    """At least two modules, with everything on one device and in corresponding dtypes."""
-    if not isinstance(models, Sequence) or len(models) < 2:
-        count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
-        raise ZipError(f"pass a list of at least two models; got {count}")
-    for k, model in enumerate(models):
-        if not isinstance(model, nn.Module):
-            raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
-    check_devices(models)
 
 
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _inputs(
-    module: fx.GraphModule, data: Calibration | None, example: Any, device: torch.device
-) -> tuple[Any, ...]:
-    if example is not None:
-        args, kwargs = as_inputs(example), {}
-        args = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, args)
-    else:
-        assert data is not None
-        batch = next(iter(data), None)
-        if batch is None:
-            raise ZipError("the calibration data is empty: calib_loader gave no batch")
-        args, kwargs = first_samples(batch, 2)
-    try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ZipError(
-            f"a batch does not fit the model's forward: {error}. Pass batch_to_args=..., a function "
-            "from a batch to the input, a tuple of arguments, or a dict of them"
-        ) from error
-    bound.apply_defaults()
-    return tuple(bound.arguments.values())
-
-
-def _check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) -> None:
-    shapes = []
-    for k, module in enumerate(modules):
-        try:
-            result = module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
-        except Exception as error:
-            raise ZipError(f"model {k} fails on the example inputs: {error}") from error
-        shapes.append([tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)])
-        if shapes[k] != shapes[0]:
-            raise ZipError(
-                f"a full zip averages outputs, but model 0 gives shapes {shapes[0]} and model {k} "
-                f"{shapes[k]}; keep a head for each model with partial=<the last shared module>"
-            )
 
 
 def _analyse(
@@ -287,178 +227,3 @@ def _match(
             f"{space.name!r}, which needs {space.size} from {statistics.sizes}"
         )
     return found, joined_pairs(found, statistics)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Everything that fusing and rewriting need."""
-
-    modules: Sequence[fx.GraphModule]
-    analysis: Analysis
-    matched: Mapping[str, tuple[Matching, Pairs]]
-    inputs: tuple[Any, ...]
-
-    def full(self) -> tuple[MergedModule, list[HeadPlan], list[str]]:
-        """Everything merged, structured as model 0."""
-        source = self.modules[0]
-        nodes = list(source.graph.nodes)
-        tree = Tree(source, self._trunk_value())
-        plant(tree, nodes)
-        unused = plant_unused(tree, source, self._used(0, range(len(nodes))))
-        graph = fx.Graph()
-        seen = copy_trunk(graph, nodes[:-1])
-        graph.output(fx.node.map_arg(nodes[-1].args[0], seen.__getitem__))
-        notes = [f"kept though the traced graph does not use it: {', '.join(unused)}"] * bool(unused)
-        return build(tree.root, graph, type(source).__name__), [], notes
-
-    def partial(self) -> tuple[MergedModule, list[HeadPlan], list[str]]:
-        """Trunk up to the cut, one head per model after it."""
-        last = self.analysis.grouping.last
-        source = self.modules[0]
-        trunk = list(source.graph.nodes)[: last + 1]
-        plans = self._head_plans()
-        tree = Tree(source, self._trunk_value())
-        plant(tree, trunk)
-        heads = nn.ModuleList([nn.Module() for _ in self.modules])
-        tree.root.add_module(HEADS, heads)
-        graph = fx.Graph()
-        seen = copy_trunk(graph, trunk)
-        copies = [seen[n] for n in trunk]
-        outputs, notes = [], []
-        for k, (module, plan_k) in enumerate(_pairs(self.modules, plans)):
-            nodes = list(module.graph.nodes)
-            twig = Tree(module, _head_value(module, plan_k), heads[k])
-            mine = [nodes[i] for i in plan_k.nodes]
-            plant(twig, mine)
-            used = self._used(k, range(len(nodes)))
-            unused = plant_unused(twig, module, used)
-            notes += [f"head {k} keeps what its graph does not use: {', '.join(unused)}"] * bool(unused)
-            outputs.append(copy_head(graph, tree.root, nodes, copies, plan_k, k))
-        graph.output(tuple(outputs))
-        return build(tree.root, graph, type(source).__name__), plans, notes
-
-    def _used(self, k: int, indices: Iterable[int]) -> set[int]:
-        nodes = list(self.modules[k].graph.nodes)
-        return {id(t) for i in indices for t in tensors_at(self.modules[k], nodes[i])}
-
-    def _trunk_value(self) -> Callable[[str, Tensor], Tensor]:
-        analysis, modules = self.analysis, self.modules
-        counterparts = self._counterparts()
-        named = {id(t): n for m in modules[:1] for n, t in (*m.named_parameters(), *m.named_buffers())}
-        shapes = {n: t.shape for n, t in (*modules[0].named_parameters(), *modules[0].named_buffers())}
-        matchings = {name: matching for name, (matching, _) in self.matched.items()}
-        maps = plan(list(analysis.spaces), matchings, shapes, len(modules))
-        blank: list[list[AxisMap]] = [[] for _ in modules]
-
-        def value(path: str, t: Tensor) -> Tensor:
-            tensors = counterparts.get(id(t), [t])
-            if not t.is_floating_point() or len(tensors) == 1:
-                return t.detach().clone()
-            name = named.get(id(t), path)
-            if name in analysis.spaces.variances:
-                return fuse_variance(tensors, self._parts(name))
-            return fuse(tensors, maps.get(name, blank))
-
-        return value
-
-    def _parts(self, name: str) -> list[tuple[Axis, Matching, Pairs]]:
-        return [(axis, *self.matched[s.name])
-                for s in self.analysis.spaces for axis in s.axes if axis.parameter == name]  # fmt: skip
-
-    def _counterparts(self) -> dict[int, list[Tensor]]:
-        """id of each of model 0's tensors -> the corresponding tensors of all models."""
-        found: dict[int, list[Tensor]] = {}
-        graphs = [list(m.graph.nodes)[: self.analysis.grouping.last + 1] for m in self.modules]
-        for nodes in _pairs(*graphs):
-            groups = [tensors_at(m, n) for m, n in _pairs(self.modules, nodes)]
-            for tensors in _pairs(*groups):
-                found.setdefault(id(tensors[0]), list(tensors))
-        if self.analysis.grouping.last == len(self.modules[0].graph.nodes) - 1:
-            states = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.modules]
-            for name, t in states[0].items():  # parameters that the graph does not use
-                others = [s[name] for s in states if name in s and s[name].shape == t.shape]
-                if len(others) == len(states):
-                    found.setdefault(id(t), others)
-        return found
-
-    def _head_plans(self) -> list[HeadPlan]:
-        first = self.analysis
-        plans = []
-        for k, module in enumerate(self.modules):
-            by_index = {i: self.matched[s.name][0] for i, s in enumerate(first.spaces)}
-            if k == 0 or same_graph(self.modules[0], module):
-                found, facts = first.grouping, first.facts
-            else:  # a head of its own: its labels have their own numbers
-                mine = run_analysis(module, self.inputs, verify=False).cut(first.grouping.last)
-                facts = mine.facts
-                by_index = self._translate(mine)
-                found = mine.grouping
-            plans.append(plan_head(module, facts, found, by_index, k))
-        return plans
-
-    def _translate(self, other: Analysis) -> dict[int, Matching]:
-        """Matchings by the space indices of another model's analysis of the same trunk."""
-        last = self.analysis.grouping.last
-        names: dict[str, str] = {}
-        graphs = [list(a.module.graph.nodes)[: last + 1] for a in (self.analysis, other)]
-        for x, y in _pairs(*graphs):
-            names[str(x.target)] = str(y.target)
-        found = {}
-        for space in self.analysis.spaces:
-            axis = space.axes[0]
-            base = next(t for t in sorted(names, key=len, reverse=True)
-                        if axis.parameter == t or axis.parameter.startswith(t + "."))  # fmt: skip
-            name = names[base] + axis.parameter[len(base):]
-            for i, theirs in enumerate(other.spaces):
-                if any(a.parameter == name and a.dim == axis.dim and torch.equal(a.index, axis.index)
-                       for a in theirs.axes):  # fmt: skip
-                    found[i] = self.matched[space.name][0]
-        return found
-
-
-def _pairs(*groups: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """The builtin zip, strict; its name is taken here."""
-    return list(builtins.zip(*groups, strict=True))
-
-
-def _head_value(module: nn.Module, plan_k: HeadPlan) -> Callable[[str, Tensor], Tensor]:
-    named = {id(t): n for n, t in module.named_parameters()}
-
-    def value(path: str, t: Tensor) -> Tensor:
-        maps = plan_k.fused.get(named.get(id(t), path)) if t.is_floating_point() else None
-        return fuse([t], [maps]) if maps else t.detach().clone()
-
-    return value
-
-
-def _set_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
-    """Train or eval mode of every module as in the models."""
-    modes = {name: m.training for name, m in models[0].named_modules()}
-    for name, module in merged.named_modules():
-        module.training = modes.get(name, models[0].training)
-    for k, model in enumerate(models):
-        own = {f"{HEADS}.{k}.{name}": m.training for name, m in model.named_modules()}
-        for name, module in merged.named_modules():
-            module.training = own.get(name, module.training)
-
-
-def _flops(module: nn.Module, inputs: tuple[Any, ...]) -> int:
-    """FLOPs for one sample, by torch's counter."""
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        counter = FlopCounterMode(display=False)
-        with counter:
-            module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
-    finally:
-        for m, mode in modes:
-            m.training = mode
-    return int(counter.get_total_flops()) // max(1, batch_size(inputs) or 1)
-
-
-def _layers(analysis: Analysis) -> tuple[int, int]:
-    """Nodes that read features or inputs with a weight: in the trunk, and in all."""
-    nodes = {c.node for c in analysis.facts.ledger.contractions if c.node >= 0}
-    nodes |= {i for i, n in enumerate(analysis.module.graph.nodes) if n.op == "call_module"
-              and any(p.ndim > 1 for p in analysis.module.get_submodule(str(n.target)).parameters())}  # fmt: skip
-    return sum(i <= analysis.grouping.last for i in nodes), len(nodes)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
+pytest.register_assert_rewrite("laws")
+torch.set_num_threads(1)
+
+
+def shared(path: str) -> Path:
+    """A path in ../shared (or in the folder ZIPFX_SHARED names); skips the test if it is absent."""
+    found = Path(os.environ.get("ZIPFX_SHARED", ROOT.parent / "shared")) / path
+    if not found.exists():
+        pytest.skip(
+            f"{path} is not in the folder shared/ beside the repository; set ZIPFX_SHARED to it"
+        )
+    return found
+
+
+def shared_module(path: str) -> ModuleType:
+    """A Python file of ../shared as a module; skips if it is absent."""
+    file = shared(path)
+    name = "shared_" + path.removesuffix(".py").replace("/", "_")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -1,0 +1,117 @@
+"""Pointwise operations: broadcast, unify the features that meet, colour them by what else meets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zipfx.labels import Kind, Labels, Ledger, as_fixed, broadcast, mix, place, support
+from zipfx.rules.call import Call, aten, first, rule
+
+#: pointwise, but without the tag
+ALSO_POINTWISE = {
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("hardswish", "default"),
+        ("hardswish_", "default"),
+        ("_prelu_kernel", "default"),
+        ("native_dropout", "default"),
+        ("nan_to_num", "default"),
+        ("log_sigmoid_forward", "default"),
+        ("rrelu_with_noise", "default"),
+    )
+}
+
+
+def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> Labels:
+    """Labels of a pointwise result: broadcast, then unify features and colour what meets them."""
+    ndim = len(shape)
+    kind = max((o.kind for o in operands), default=Kind.CONSTANT)
+    features: list[tuple[Tensor, Kind]] = []
+    fixed: list[Tensor] = []
+    for operand in operands:
+        aligned = {i: i + ndim - len(operand.shape) for i in range(len(operand.shape))}
+        mine = [_align(slot, aligned, ndim) for slot in operand.features]
+        features = _meet(ledger, features, mine, operand.kind)
+        for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
+            fixed = _meet_fixed(fixed, slot)
+    slots = tuple(slot for slot, _ in features)
+    ledger.entangle(slots, fixed)
+    return Labels(tuple(shape), slots, tuple(fixed), kind)
+
+
+def _align(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
+    return slot if slot.ndim == ndim else place(slot, dims, ndim)
+
+
+def _meet(
+    ledger: Ledger, ours: list[tuple[Tensor, Kind]], theirs: list[Tensor], kind: Kind
+) -> list[tuple[Tensor, Kind]]:
+    result = list(ours)
+    for slot in theirs:
+        hits = [i for i, (f, _) in enumerate(ours) if support(f) & support(slot)]
+        same = [i for i in hits if ours[i][0] is slot or _equal(ours[i][0], slot)]
+        crowd = [s for s in theirs if any(support(s) & support(ours[i][0]) for i in hits)]
+        if same:
+            continue
+        if not hits:
+            result.append((slot, kind))
+        elif len(hits) == 1 and len(crowd) == 1:
+            other, other_kind = ours[hits[0]]
+            if {kind, other_kind} == {Kind.WEIGHT, Kind.DATA}:
+                ledger.trait("elementwise")
+            only = kind == other_kind == Kind.WEIGHT
+            union = ledger.unify(other, slot, weights_only=only)
+            result[hits[0]] = (union, max(kind, other_kind))
+        else:
+            ledger.pin([slot, *(ours[i][0] for i in hits)], "features of several axes on one axis")
+    return result
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _meet_fixed(ours: list[Tensor], slot: Tensor) -> list[Tensor]:
+    for i, other in enumerate(ours):
+        if other is slot or _equal(other, slot):
+            return ours
+        if support(other) == support(slot):
+            u, v = broadcast(other, slot)
+            h = mix(mix(u.numpy()).view("int64") ^ v.numpy())
+            both = torch.where(u == 0, v, torch.where((v == 0) | (u == v), u, as_fixed(h)))
+            return [*ours[:i], both, *ours[i + 1 :]]
+    return [*ours, slot]
+
+
+def pointwise(call: Call) -> Labels:
+    operands = [call.of(t) for t in call.tensors()]
+    return join(call.ledger, operands, tuple(first(call.result).shape))
+
+
+@rule("_weight_norm_interface")
+def _weight_norm(call: Call) -> tuple[Labels, ...]:
+    """Direction over its norm, times magnitude: symmetric in all that the norm sums over."""
+    v, g = call.labels("v"), call.labels("g")
+    y = join(call.ledger, [v, g], v.shape)
+    return y, replace(g, kind=y.kind)
+
+
+@rule("glu")
+def _glu(call: Call) -> Labels:
+    x = call.labels("self")
+    dim = int(call.arg("dim")) % len(x.shape)
+    half = x.shape[dim] // 2
+    halves = []
+    for start in (0, half):
+        cut = [
+            tuple(s.narrow(dim, start, half) if s.shape[dim] != 1 else s for s in group)
+            for group in (x.features, x.fixed)
+        ]
+        shape = tuple(half if d == dim else n for d, n in enumerate(x.shape))
+        halves.append(Labels(shape, cut[0], cut[1], x.kind))
+        call.ledger.event(halves[-1].features, len(halves))
+    return join(call.ledger, halves, halves[0].shape)

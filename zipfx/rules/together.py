@@ -1,0 +1,176 @@
+"""Norms, softmax and reductions: what takes the features of an axis together.
+
+Taken together over a whole axis, features stay exchangeable; over a part of it they become blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zipfx.labels import Labels, Ledger, broadcast, place, positions, project, support
+from zipfx.rules.call import Call, carried, first, rule
+from zipfx.rules.pointwise import join
+
+
+def _normalise(
+    call: Call,
+    x: Labels,
+    dims: set[int],
+    params: Sequence[tuple[Tensor | None, int]],
+) -> Labels:
+    """Features normalised together stay exchangeable if all of them are; then per-feature affine.
+
+    params: parameters with the dimension of x at which their own first dimension lies.
+    """
+    ledger, ndim = call.ledger, len(x.shape)
+    if dims:
+        together(ledger, x, dims)
+    operands = [x]
+    for t, at in params:
+        if t is not None:
+            lab = call.of(t)
+            shape = tuple([1] * at + list(lab.shape) + [1] * (ndim - at - len(lab.shape)))
+            dims_of = {i: at + i for i in range(len(lab.shape))}
+            f, p = (tuple(place(s, dims_of, ndim) for s in g) for g in (lab.features, lab.fixed))
+            operands.append(Labels(shape, f, p, lab.kind))
+    return join(ledger, operands, x.shape)
+
+
+def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
+    """Features are taken together over `dims`: symmetric if all of an axis takes part, else blocks.
+
+    Returns x with blocks in the place of their features.
+    """
+    reason = "an operation takes a part of the features together: blocks keep their inner order"
+    slots = []
+    for slot in x.features:
+        if support(slot) & dims:
+            ledger.trait("mixes")
+            if not support(slot) <= dims:
+                slot = ledger.collapse(slot, dims, reason)
+        slots.append(slot)
+    return replace(x, features=tuple(slots))
+
+
+@rule(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_batch_norm_with_update",
+    "batch_norm",
+    "_native_batch_norm_legit.no_stats",
+    "_batch_norm_no_update",
+)
+def _batch_norm(call: Call) -> tuple[Labels, ...]:
+    x = call.labels("input")
+    names = ("weight", "bias", "running_mean", "running_var")
+    params = [(call.arg(n), 1) for n in names]
+    variance = call.arg("running_var")
+    if variance is not None:
+        call.ledger.variances.update(_names(call.ledger, call.of(variance)))
+    y = _normalise(call, x, set(), params)
+    return (y, *_rest(call))
+
+
+def _names(ledger: Ledger, lab: Labels) -> set[tuple[str, int]]:
+    starts = {int(s.reshape(-1)[0]) for s in lab.features if s.numel()}
+    return {(name, ledger.node) for name, _, start, _ in ledger.axes if start in starts}
+
+
+def _rest(call: Call) -> list[Labels]:
+    """Side results (saved statistics): nothing downstream reads them in eval mode."""
+    results = [t for t in tree_leaves(call.result) if isinstance(t, Tensor)][1:]
+    return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in results]
+
+
+@rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
+def _layer_norm(call: Call) -> Any:
+    x = call.labels("input")
+    first = len(x.shape) - len(call.arg("normalized_shape"))
+    params = [(call.arg(n), first) for n in ("weight", "bias")]
+    y = _normalise(call, x, set(range(first, len(x.shape))), params)
+    return (y, *_rest(call)) if isinstance(call.result, tuple) else y
+
+
+@rule("native_group_norm")
+def _group_norm(call: Call) -> tuple[Labels, ...]:
+    x, groups = call.labels("input"), int(call.arg("group"))
+    channels = x.shape[1]
+    if 1 < groups < channels:  # features stay exchangeable inside their group
+        group = torch.arange(channels) // (channels // groups) + 1
+        for slot in x.features:
+            if 1 in support(slot):
+                call.ledger.trait("mixes")
+                u, v = broadcast(slot, place(group, {0: 1}, slot.ndim))
+                call.ledger.colour(u, v, f"group norm with {groups} groups (blocks)")
+    dims = set(range(1 if groups < channels else 2, len(x.shape)))
+    y = _normalise(call, x, dims, [(call.arg(n), 1) for n in ("weight", "bias")])
+    return (y, *_rest(call))
+
+
+@rule("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "logcumsumexp")
+def _softmax(call: Call) -> Labels:
+    x = call.of(call.arg("self"))
+    dim = int(call.arg("dim")) % max(1, len(x.shape))
+    if "cum" in str(call.op):
+        call.ledger.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
+    together(call.ledger, x, {dim})
+    return x
+
+
+@rule(
+    "mean",
+    "mean.dim",
+    "sum",
+    "sum.dim_IntList",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "max.dim",
+    "min.dim",
+    "var.correction",
+    "std.correction",
+    "var_mean.correction",
+    "linalg_vector_norm",
+    "norm.ScalarOpt_dim",
+    "norm.Scalar",
+    "prod",
+    "prod.dim_int",
+    "logsumexp",
+    "any",
+    "any.dim",
+    "all",
+    "all.dim",
+    "any.dims",
+    "all.dims",
+    "argmax",
+    "argmin",
+    "median",
+    "median.dim",
+)
+def _reduce(call: Call) -> Any:
+    x = call.of(call.tensors()[0])
+    dim = call.arg("dim")
+    dims = [dim] if isinstance(dim, int) else (list(dim) if dim else range(len(x.shape)))
+    reduced = {d % max(1, len(x.shape)) for d in dims}
+    x = together(call.ledger, x, reduced)
+    if "arg" in str(call.op):
+        chosen = [s for s in x.features if support(s) & reduced]
+        call.ledger.pin(chosen, f"{call.op} gives the index of a feature")
+    keep = sorted(set(range(len(x.shape))) - reduced)
+    same = bool(call.arg("keepdim", False))
+    out = {d: (d if same else i) for i, d in enumerate(keep)}
+    ndim = len(x.shape) if same else len(keep)
+    shape = tuple(first(call.result).shape)
+    fixed = [place(project(s, keep), out, ndim) for s in x.fixed if support(s) & set(keep)]
+    y = Labels(shape, tuple(carried(x.features, out, ndim)), tuple(fixed), x.kind)
+    return (y,) * len(call.result) if isinstance(call.result, tuple) else y
