@@ -80,13 +80,15 @@ def _learn(ledger: Ledger, last: int) -> _Labels:
 @dataclass(frozen=True)
 class Grouping:
     """What the nodes up to `last` know: the component (feature) of every label, the space of every
-    component (-1: pinned or not a feature), and which feature of its space it is."""
+    component (-1: pinned or not a feature), which feature of its space it is, and the nodes whose
+    values leave for the heads."""
 
     last: int
     component: Ints
     space: Ints
     member: Ints
     sizes: tuple[int, ...]
+    crossing: tuple[int, ...] = ()
 
     def tables(self, labels: Ints) -> list[tuple[int, Tensor]]:
         """For every space wholly present on an axis with these labels: (space, index table).
@@ -147,7 +149,7 @@ def group(
     order = np.argsort(rank, kind="stable")
     sizes = np.bincount(rank) if len(rank) else np.zeros(0, np.int64)
     member[members[order]] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return Grouping(last, known.component, space, member, tuple(sizes.tolist()))
+    return Grouping(last, known.component, space, member, tuple(sizes.tolist()), tuple(crossing))
 
 
 def _alive(ledger: Ledger, known: _Labels, last: int) -> Flags:
@@ -227,7 +229,9 @@ def _named(spaces: list[Space]) -> tuple[Space, ...]:
 def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
-    readers: dict[int, set[int]] = {}  # node -> spaces that some weight reads from its result
+    everything = set(range(len(grouping.sizes)))
+    # node -> spaces that some weight, or some head, reads from its result
+    readers: dict[int, set[int]] = {i: set(everything) for i in grouping.crossing}
     for c in facts.ledger.contractions:
         if 0 <= c.node <= grouping.last:
             met = set(grouping.space[grouping.component[c.x[c.x > 0]]].tolist())

@@ -181,7 +181,7 @@ def observe(
     data: Calibration,
     *,
     clone_inputs: bool = False,
-    choose: Choose = last_read,
+    choose: Choose = reads_and_source,
     progress: bool = False,
 ) -> tuple[dict[str, list[Observer]], int]:
     """The observers of every space, filled, and how many batches were read.

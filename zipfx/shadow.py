@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zipfx.labels import Kind, Labels, narrow
+from zipfx.labels import Kind, Labels, narrow, place
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
@@ -72,6 +72,10 @@ class Shadows:
         if g not in record.views:
             if g[3] != record.made[3]:
                 return None
+            box = _box(record.made, g) if record.full is None else None
+            if box is not None:
+                record.views[g] = _cut(record.views[record.made], box, g)
+                return record.views[g]
             record.full = record.full or self._lay_out(t, record)
             record.views[g] = _window(record.full, g, record.views[record.made].kind)
         return record.views[g]
@@ -112,6 +116,44 @@ class Shadows:
                 group.append(full)
             groups.append(group)
         return groups
+
+
+def _box(made: Geometry, g: Geometry) -> dict[int, tuple[int | None, int]] | None:
+    """A view that only slices, selects and reorders whole dimensions: nothing is laid out for it.
+
+    Returns for every dimension of the base that is longer than 1: the dimension of the view it
+    became (None: one index of it was selected) and where it starts; None for other views.
+    """
+    rest = g[2] - made[2]
+    strides = [(stride, d) for d, (n, stride) in enumerate(zip(made[0], made[1])) if n > 1]
+    seen = {stride: i for i, (n, stride) in enumerate(zip(g[0], g[1])) if n > 1}
+    if len(set(dict(strides))) != len(strides) or not set(seen) <= set(dict(strides)) or 0 in seen:
+        return None
+    if len(seen) != sum(n > 1 for n in g[0]) or 0 in g[0] or 0 in made[0]:
+        return None
+    box: dict[int, tuple[int | None, int]] = {}
+    for stride, d in sorted(strides, reverse=True):
+        start, rest = divmod(rest, stride)
+        i = seen.get(stride)
+        if start < 0 or start + (1 if i is None else g[0][i]) > made[0][d]:
+            return None
+        box[d] = (i, start)
+    return box if rest == 0 else None
+
+
+def _cut(labels: Labels, box: dict[int, tuple[int | None, int]], g: Geometry) -> Labels:
+    def cut(slot: Tensor) -> Tensor:
+        for d, (i, start) in box.items():
+            if slot.shape[d] > 1:
+                slot = slot.narrow(d, start, 1 if i is None else g[0][i])
+        dims = {d: i for d, (i, _) in box.items() if i is not None}
+        return narrow(place(slot, dims, len(g[0])))
+
+    features, fixed = (
+        tuple(slot for s in slots if bool((slot := cut(s)).any()))
+        for slots in (labels.features, labels.fixed)
+    )
+    return Labels(g[0], features, _distinct(fixed), labels.kind)
 
 
 def _window(full: list[list[Tensor]], g: Geometry, kind: Kind) -> Labels:

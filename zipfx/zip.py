@@ -40,7 +40,7 @@ def zip(
     batch_to_args: BatchToArgs | None = None,
     tracer: fx.Tracer | None = None,
     verify: bool = True,
-    places: str = "last",
+    places: str = "source",
 ) -> fx.GraphModule:
     """Merge K models of one architecture into one multi-task model, without training.
 
@@ -66,9 +66,9 @@ def zip(
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
         tracer: an `fx.Tracer` of your own.
         verify: check the analysis numerically (see `analyze`).
-        places: where a space is observed: "last" (the last weight that reads it), "reads" (all of
-            them), "source" (the last one, and the values before their activation), "all". Several
-            are averaged as correlations.
+        places: where a space is observed: "source" (wherever a weight reads it, and before the
+            activation of the last read; the best on real pairs, see benchmarks/places.py), "last"
+            (the last read only), "reads" (all reads) or "all". Correlations are averaged.
 
     Returns:
         A GraphModule on the device, in the dtype and in the mode of models[0]. Full zip: its output

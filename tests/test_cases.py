@@ -1,0 +1,158 @@
+"""The modules of ../shared/cases: structures on which published tools break or go silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from conftest import shared_module
+from laws import EXACT, error, merge, run
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import zipfx
+
+NAMES = """
+    cat_same_twice cat_then_residual cat_network_input inception_bn_after_cat chunk_csp_c2f
+    overlapping_slices slice_is_also_output partial_conv maxout_pairs focus_space_to_depth
+    grouped_conv channel_shuffle transposed_conv transposed_conv_grouped pixel_shuffle flatten_chw
+    flatten_channels_last broadcast_mask channel_statistics convnext_channels_last group_norm
+    shared_head_two_levels tied_embedding_output functional_weights weight_norm_conv
+    qkv_view_permute grouped_query_attention patch_merging lstm_two_layers_bidirectional
+    einsum_contraction stacked_experts token_mixer sinusoid_in_forward inplace_chain
+    two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
+    list_input_iteration
+""".split()
+UNTRACEABLE = {
+    "chunk_csp_c2f": "a list is made of chunks in Python",
+    "shape_dependent_branch": "Python branches on a shape",
+    "slice_assignment": "an item of a tensor is assigned",
+    "list_input_iteration": "a list of inputs is iterated in Python",
+}
+BLOCKS = {
+    "maxout_pairs": "the swap inside a pair is not found",
+    "grouped_conv": "grouped convolutions are pinned",
+    "channel_shuffle": "grouped convolutions are pinned",
+    "transposed_conv_grouped": "grouped convolutions are pinned",
+    "group_norm": "whole groups are not exchanged",
+    "grouped_query_attention": "features inside heads are not exchanged",
+    "stacked_experts": "spaces that differ from row to row of a weight are not found",
+    "qkv_view_permute": "features inside heads are not exchanged",
+}
+FOUND_ALL_THE_SAME: set[str] = {"qkv_view_permute"}  # see `test_ground_truth`
+UNOBSERVED = {"lstm_two_layers_bidirectional": "its inner spaces lie inside one node"}
+
+Element = tuple[str, int, int]
+
+
+def expected_failures(*groups: dict[str, str], but: Iterable[str] = ()) -> list[Any]:
+    """Every case, those of the groups marked as strict expected failures."""
+    reasons = {name: why for group in groups for name, why in group.items() if name not in but}
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reasons[name]))
+        if name in reasons
+        else name
+        for name in NAMES
+    ]
+
+
+def fetch(name: str) -> tuple[nn.Module, Any, Any]:
+    """A case in float64, its inputs, and the module that says what is true of it."""
+    cases = shared_module("cases/models.py")
+    make, inputs = cases.CASES[name]
+    return make().double(), as_double(inputs), cases
+
+
+def as_double(inputs: Any) -> Any:
+    return tree_map(lambda t: t.double() if t.is_floating_point() else t, inputs)
+
+
+def moved(axes: Iterable[tuple[str, int, Tensor]], size: int) -> list[set[Element]]:
+    """For every feature of a space: the (parameter, dim, index) that move with it."""
+    found: list[set[Element]] = [set() for _ in range(size)]
+    for parameter, dim, index in axes:
+        for feature, indices in enumerate(index.tolist()):
+            found[feature].update((parameter, dim, i) for i in indices)
+    return found
+
+
+def test_every_case_is_listed() -> None:
+    assert sorted(shared_module("cases/models.py").CASES) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, BLOCKS))
+def test_ground_truth(name: str) -> None:
+    model, inputs, cases = fetch(name)
+    spaces = list(zipfx.analyze(model, inputs, verify=False))
+    ours = [moved([(a.parameter, a.dim, a.index) for a in s.axes], s.size) for s in spaces]
+    for size, axes in cases.SPACES[name]:
+        assert all(rows is None for *_, rows in axes), "a space of some rows only"
+        true = moved([axis[:3] for axis in axes], size)
+        assert any(
+            len(own) == size and all(sum(t <= o for o in own) == 1 for t in true) for own in ours
+        ), (name, size, axes[0][0])
+
+
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
+    model, inputs, _ = fetch(name)
+    spaces = zipfx.analyze(model, inputs, verify=False)
+    expected = run(model, inputs)
+    for seed in range(3):
+        twin = spaces.permuted(model, spaces.random_permutations(seed))
+        assert error(expected, run(twin, inputs)) < EXACT
+
+
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+def test_no_trap_is_a_space(name: str) -> None:
+    """A trap is a grouping that changes the function; one that lies in a space would do so."""
+    model, inputs, cases = fetch(name)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    spaces = list(zipfx.analyze(model, inputs, verify=False))
+    ours = [moved([(a.parameter, a.dim, a.index) for a in s.axes], s.size) for s in spaces]
+    for size, axes in cases.TRAPS[name]:
+        assert {axis[0] for axis in axes} <= set(tensors)
+        trap = moved([axis[:3] for axis in axes], size)
+        assert not any(len(own) == size and own == trap for own in ours)
+
+
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, UNOBSERVED))
+def test_law_3(name: str) -> None:
+    model, inputs, _ = fetch(name)
+    spaces = zipfx.analyze(model, inputs)
+    twin = spaces.permuted(model, spaces.random_permutations(1))
+    generator = torch.Generator().manual_seed(0)
+
+    def fresh(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        return noise if t.is_floating_point() else t
+
+    data = [tree_map(fresh, inputs) for _ in range(30)]
+    merged = merge([model, twin], data, matcher="permute")
+    assert error(run(model, inputs), run(merged, inputs)) < EXACT
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_can_not_be_traced_says_so(name: str) -> None:
+    model, inputs, _ = fetch(name)
+    with pytest.raises(
+        zipfx.ZipError, match=r"can not trace \w+ at .*models\.py:\d+ \(.*\): .* Move"
+    ):
+        zipfx.analyze(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("grouped_conv", "grouped convolution"),
+        ("channel_shuffle", "grouped convolution"),
+        ("group_norm", "group norm"),
+        ("grouped_query_attention", "blocks"),
+    ],
+)
+def test_what_is_pinned_has_a_reason(name: str, reason: str) -> None:
+    model, inputs, _ = fetch(name)
+    pinned = zipfx.analyze(model, inputs).pinned
+    assert any(reason in p.reason for p in pinned), pinned

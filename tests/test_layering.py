@@ -1,0 +1,72 @@
+"""Stages import downwards only, and every file can be read in one sitting."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import zipfx
+
+PACKAGE = Path(zipfx.__file__).parent
+ORDER = """
+    errors statistics matrices match.protocol match.identity match.permute match.zip match
+    spaces labels shadow
+    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
+    interpret group trace verify analyze calibrate correspond observe fuse heads rewrite assemble
+    repair report zip
+""".split()
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST = 420
+STAGES = {"analyze", "observe", "match", "fuse", "heads", "repair"}
+
+
+def name_of(file: Path) -> str:
+    """`match/zip.py` is match.zip; `match/__init__.py` is match; the package itself is ''."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__")
+
+
+def imports(file: Path) -> set[str]:
+    """Names of the modules of the package that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name} imports relatively"
+            module = node.module or ""
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            known = {f"zipfx.{name}" for name in ORDER}
+            found |= (inner & known) if module in ("zipfx", *known) and inner & known else {module}
+    return {name.removeprefix("zipfx.") for name in found if name.startswith("zipfx.")}
+
+
+def test_every_file_has_its_place_in_the_order() -> None:
+    assert sorted(name for name in map(name_of, FILES) if name) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if name_of(f)], ids=name_of)
+def test_imports_go_downwards(file: Path) -> None:
+    below = ORDER[: ORDER.index(name_of(file))]
+    assert imports(file) <= set(below)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: name_of(f) or "zipfx")
+def test_no_file_is_too_long(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: name_of(f) or "zipfx")
+def test_only_zip_sees_several_stages(file: Path) -> None:
+    seen = imports(file) & STAGES
+    if name_of(file) not in ("", "zip", "assemble"):
+        assert len(seen) <= 1, seen
+    if name_of(file) == "zip":
+        assert {"analyze", "observe", "match", "repair"} <= seen
+
+
+def test_the_package_lists_its_public_names_only() -> None:
+    assert sorted(zipfx.__all__) == list(zipfx.__all__)
+    assert all(hasattr(zipfx, name) for name in zipfx.__all__)
