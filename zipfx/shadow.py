@@ -61,7 +61,7 @@ class Shadows:
     def put(self, t: Tensor, labels: Labels, node: int) -> None:
         """Set the labels of a tensor with a new storage."""
         g = geometry(t)
-        ref = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
+        ref = StorageWeakRef(t.untyped_storage())
         self._records[_key(t)] = _Record(ref, node, g, {g: labels})
 
     def get(self, t: Tensor) -> Labels | None:

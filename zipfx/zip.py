@@ -20,7 +20,7 @@ from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.spaces import Space
-from zipfx.trace import trace
+from zipfx.trace import is_batch_norm, trace
 
 REPAIRS = ("none", "bn")
 
@@ -146,6 +146,7 @@ def zip(
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
             copy_modes(merged, models)
+            merged.to(away)
         counts = {"observe": batches}
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
@@ -184,9 +185,19 @@ def zip(
                 f"space {name!r} lies inside one node and can not be observed: matched by position"
                 for name in unseen
             ),
+            *_unrepaired(analysis, merged, repair),
         ),
     )
     return merged
+
+
+def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:
+    """Running variances outside BatchNorm modules: repair does not find them."""
+    known = {f"{name}.running_var" for name, m in merged.named_modules() if is_batch_norm(m)}
+    left = sorted(analysis.spaces.variances - known)
+    return [f"running statistics not re-estimated (no BatchNorm module): {', '.join(left)}"] * (
+        repair == "bn" and bool(left)
+    )
 
 
 def _device(model: nn.Module) -> torch.device:
