@@ -42,6 +42,7 @@ class Net:
 
 
 NETS: dict[str, Net] = {}
+BROKEN: dict[str, tuple[Net, str]] = {}  # with what is wrong; without `bug=` they join NETS
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
@@ -63,10 +64,14 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def net(
-    sizes: tuple[int, ...], *shapes: tuple[int, ...]
+    sizes: tuple[int, ...], *shapes: tuple[int, ...], bug: str = ""
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def register(cls: type[nn.Module]) -> type[nn.Module]:
-        NETS[cls.__name__] = Net(cls.__name__, cls, shapes or (IMAGE,), sizes)
+        made = Net(cls.__name__, cls, shapes or (IMAGE,), sizes)
+        if bug:
+            BROKEN[cls.__name__] = (made, bug)
+        else:
+            NETS[cls.__name__] = made
         return cls
 
     return register
@@ -115,7 +120,7 @@ class OneChannel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.h = nn.Conv2d(3, 1, 3), nn.Conv2d(1, 5, 1), nn.Conv2d(5, 2, 1)
+        self.a, self.b, self.h = nn.Conv2d(3, 1, 3), nn.Conv2d(1, 5, 2), nn.Conv2d(5, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.h(torch.tanh(self.b(torch.tanh(self.a(x)))))
@@ -161,7 +166,7 @@ class SEGate(nn.Module):
         return self.h(y * gate[:, :, None, None])
 
 
-@net((6,), VECTOR)
+@net((6,), VECTOR, bug="one weight under two names gets the unmerge of one of its uses only")
 class SharedWeight(nn.Module):
     """Two layers share one square weight, so both its axes are one space."""
 
@@ -274,7 +279,7 @@ class Inplace(nn.Module):
         return self.h(self.act(z).add_(y))
 
 
-@net((6,))
+@net((6,), bug="the analysis writes into the caller's example inputs and batches")
 class InplaceInput(nn.Module):
     """The very first operation writes into the input of the network."""
 
@@ -402,7 +407,7 @@ class LayerNormLast(nn.Module):
         return self.h(y + z.permute(0, 3, 1, 2))
 
 
-@net((6,), VECTOR)
+@net((6,), VECTOR, bug="parameters that forward does not use are lost")
 class AuxHead(nn.Module):
     """Parameters and buffers that forward does not use."""
 
@@ -414,3 +419,71 @@ class AuxHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.h(F.relu(self.a(x)))
+
+
+@net((6,), VECTOR, bug="a value and its alias both cross the cut and are copied apart")
+class AliasAcrossCut(nn.Module):
+    """Dropout in eval mode returns its input itself, and then one of the two is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop = nn.Linear(5, 6), nn.Dropout()
+        self.p, self.q = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = self.drop(y)
+        z.relu_()
+        return self.p(z) + self.q(y)
+
+
+@net((6,), bug="nearest upsampling of integer labels is not implemented for channels-last strides")
+class UpsampleNearest(nn.Module):
+    """A small image is enlarged again and joins its original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.h = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.h(y * torch.sigmoid(self.b(F.interpolate(F.max_pool2d(y, 2), scale_factor=2))))
+
+
+@net((2, 2), VECTOR, bug="a constant of the source is taken for a parameter that can be permuted")
+class SourceConstant(nn.Module):
+    """A constant written in forward tells features apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(F.silu(self.a(x)) * torch.tensor([1.0, 1.0, 2.0, 2.0]))
+
+
+@net((6,), VECTOR, bug="an output of -inf makes the numeric check pin every space")
+class InfiniteOutput(nn.Module):
+    """Logits that are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.register_buffer("closed", torch.tensor([False, True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(F.relu(self.a(x))).masked_fill(self.closed, -torch.inf)
+
+
+@net((6,), VECTOR, bug="a weight that is used on both sides of the cut keeps the trunk's order")
+class CalledAcrossCut(nn.Module):
+    """A module is called before and after `mid`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.f, self.mid = nn.Linear(5, 6), nn.Linear(6, 6), nn.Identity()
+        self.h = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mid(F.silu(self.f(F.silu(self.a(x)))))
+        return self.h(F.silu(self.f(y)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from laws import (
     storages,
     unharmed,
 )
-from models import NETS, Net, randomise
+from models import BROKEN, NETS, Net, randomise
 from torch import Tensor, nn
 
 import zipfx
@@ -128,7 +128,6 @@ def test_law_3_in_float32_to_rounding(net: Net) -> None:
 
 @all_nets
 def test_different_models_keep_their_heads_apart(net: Net) -> None:
-    """With one feature per feature (M = N would be exact), heads are at least not swapped."""
     models, x = [net.build(seed=s) for s in (0, 1)], net.inputs(8)
     cut = running_modules(models[0])[0]
     expected = [run(m, x) for m in models]
@@ -138,6 +137,31 @@ def test_different_models_keep_their_heads_apart(net: Net) -> None:
     assert max(error(h, a) for h, a in zip(heads, alone, strict=True)) < EXACT
     assert error(expected[0], expected[1]) > 1e-3
     assert error(heads[0], heads[1]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        pytest.param(net, id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
+        for name, (net, reason) in BROKEN.items()
+    ],
+)
+def test_laws_1_to_3_where_they_are_known_to_fail(net: Net) -> None:
+    model, x = net.build(), net.inputs(8)
+    example = copy.deepcopy(x)
+    spaces = zipfx.analyze(model, example)
+    assert error(x, example) == 0
+    assert tuple(sorted(s.size for s in spaces)) == net.sizes
+    expected = run(model, x)
+    twin = spaces.permuted(model, spaces.random_permutations(1))
+    assert error(expected, run(twin, x)) < EXACT
+    merged = merge([model, twin], net.batches(), matcher="permute")
+    assert merged.state_dict().keys() == model.state_dict().keys()
+    assert parameters(merged) == parameters(model)
+    assert error(expected, run(merged, x)) < EXACT
+    for cut in running_modules(model):
+        merged = merge([model, twin], net.batches(), partial=cut, matcher="permute")
+        assert heads_error(merged, [expected, expected], x) < EXACT
 
 
 # ------------------------------------------------------------------ law 4: redundancy
@@ -217,7 +241,7 @@ class ResidualCnn(nn.Module):
     """The same with convolutions and BatchNorm, which must take the exact variance."""
 
     shape = (3, 6, 6)
-    streams = {"a": "1", "bn": "1", "b": "2", "bn1": "2", "c": "1", "bn2": "1"}
+    streams: ClassVar = {"a": "1", "bn": "1", "b": "2", "bn1": "2", "c": "1", "bn2": "1"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,10 +353,7 @@ def test_law_6_models_data_and_random_states_are_the_same_bytes(net: Net, partia
     merged = unharmed(models, lambda: merge(models, data, partial=cut, repair="bn"))
     assert isinstance(merged, torch.fx.GraphModule), merged
     assert not storages(merged) & set.union(*(storages(m) for m in models))
-    if net.name != "InplaceInput":  # the network itself writes into its batches
-        assert all(
-            torch.equal(s, t) for b, d in zip(before, data, strict=True) for s, t in zip(b, d)
-        )
+    assert error(before, data) == 0
 
 
 @all_nets
@@ -386,13 +407,19 @@ def test_law_6_when_repair_fails() -> None:
     assert "larger batches" in str(raised)
 
 
-def test_law_6_a_loader_that_draws_random_numbers_leaves_the_states_alone() -> None:
+@pytest.mark.xfail(strict=True, reason="iter() of the loader draws from the caller's generator")
+def test_law_6_a_data_loader_leaves_the_random_states_alone() -> None:
     net = NETS["BatchNorm"]
     models = prepared(net)
     dataset = torch.utils.data.TensorDataset(*net.inputs(32))
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
-    assert isinstance(
-        unharmed(models, lambda: merge(models, loader, batch_to_args=None)), nn.Module
-    )
+    merged = unharmed(models, lambda: merge(models, loader, batch_to_args=None))
+    assert isinstance(merged, nn.Module)
+
+
+@pytest.mark.xfail(strict=True, reason="generators are read before the random states are saved")
+def test_law_6_a_generator_that_draws_leaves_the_random_states_alone() -> None:
+    net = NETS["BatchNorm"]
+    models = prepared(net)
     draws = ((torch.randn(8, 3, 4, 4).double(),) for _ in range(2))
     assert isinstance(unharmed(models, lambda: merge(models, draws)), nn.Module)

@@ -32,7 +32,8 @@ def test_correlation_is_numpys() -> None:
     correlation = of(features).correlation()
     assert correlation.dtype == torch.float64
     np.testing.assert_allclose(correlation, np.corrcoef(features.T), rtol=0, atol=1e-13)
-    assert torch.equal(of(features).similarity(), correlation)
+    lost = correlation - of(features).similarity()  # by unequal means, to tell ties apart
+    assert 0 <= lost.min() < lost.max() <= 1e-6
 
 
 @settings(max_examples=30, deadline=None)

@@ -8,7 +8,8 @@ make a space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -229,15 +230,14 @@ def _named(spaces: list[Space]) -> tuple[Space, ...]:
 def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
-    everything = set(range(len(grouping.sizes)))
     # node -> spaces that some weight, or some head, reads from its result
-    readers: dict[int, set[int]] = {i: set(everything) for i in grouping.crossing}
+    readers: dict[int, set[int]] = {i: set(range(len(grouping.sizes))) for i in grouping.crossing}
     for c in facts.ledger.contractions:
         if 0 <= c.node <= grouping.last:
             met = set(grouping.space[grouping.component[c.x[c.x > 0]]].tolist())
             for source in nodes[c.node].all_input_nodes:
                 readers.setdefault(at[source], set()).update(met)
-    places: dict[int, list[Place]] = {}
+    places: dict[int, dict[int, Place]] = {}
     for i, (node, fact) in enumerate(zip(nodes, facts.nodes, strict=True)):
         if i > grouping.last or not fact.is_tensor or fact.kind != Kind.DATA or node.op == "output":
             continue
@@ -247,9 +247,36 @@ def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list
             others = {d for other in slots if other is not slot for d in support(other)}
             blurred = tuple(sorted(others - set(dims)))
             for s, index in grouping.tables(vector(slot, *dims).numpy()):
-                place = Place(node.name, dims, index, s in readers.get(i, ()), blurred)
-                places.setdefault(s, []).append(place)
-    return places
+                read = s in readers.get(i, ())
+                places.setdefault(s, {})[i] = Place(node.name, dims, index, read, blurred)
+    weighted = {c.node for c in facts.ledger.contractions}
+    weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
+    for found in places.values():
+        reads = [i for i, place in found.items() if place.read and not place.blurred]
+        if reads:
+            source = _source(nodes, at, facts, found, weighted, reads[-1])
+            found[source] = replace(found[source], source=True)
+    return {s: list(found.values()) for s, found in places.items()}
+
+
+def _source(
+    nodes: list[fx.Node],
+    at: dict[fx.Node, int],
+    facts: Facts,
+    carries: Mapping[int, Place],
+    weighted: set[int],
+    read: int,
+) -> int:
+    """Walk back from a place where a space is read, past activations and poolings, to the node
+    that made the values: one with weights, or a sum of several that carry the space."""
+    i = read
+    while i not in weighted:
+        inputs = [at[n] for n in nodes[i].all_input_nodes if at[n] in carries]
+        sizes = [math.prod(facts.nodes[j].values[0].shape) for j in inputs]
+        if not inputs or (len(inputs) > 1 and (i != read or len(set(sizes)) == 1)):
+            break
+        i = inputs[sizes.index(max(sizes))]  # of a gated value: not the gate
+    return i
 
 
 def _pinned(ledger: Ledger, known: _Labels, stay: Flags, last: int) -> list[Pinned]:

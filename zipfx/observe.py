@@ -102,17 +102,13 @@ def all_reads(space: Space) -> Sequence[Place]:
 
 
 def reads_and_source(space: Space) -> Sequence[Place]:
-    """Every read, and the last place before the last read that is none.
+    """Every read, and the place where the values of the last read were made.
 
     That is before the activation, where a ReLU has not yet made features dead or all but dead:
     there the correlation of a feature with its copy is 1 and that of any other two is not.
     """
-    reads = list(all_reads(space))
-    if not reads:
-        return reads
-    before = list(space.places)[: list(space.places).index(reads[-1])]
-    source = [p for p in before if not p.read and len(p.blurred) <= len(reads[-1].blurred)]
-    return [*source[-1:], *reads]
+    reads = all_reads(space)
+    return [*(p for p in space.places if p.source and not any(p is r for r in reads)), *reads]
 
 
 def everywhere(space: Space) -> Sequence[Place]:

@@ -40,8 +40,9 @@ class Place:
     """A node of the traced graph whose result carries the features of a space.
 
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
-    flattened in this order; read: whether a weight reads the features here; blurred: dimensions
-    along which features of other spaces lie.
+    flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
+    dimensions along which features of other spaces lie; source: whether the values of the last read
+    were made here, before their activation.
     """
 
     node: str
@@ -49,6 +50,7 @@ class Place:
     index: Tensor
     read: bool
     blurred: tuple[int, ...] = ()
+    source: bool = False
 
 
 @dataclass(frozen=True)

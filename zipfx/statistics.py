@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zipfx.errors import ZipError
 
+_TIE = 1e-6  # what a difference of means may cost at most
 _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
 
 
@@ -140,6 +141,10 @@ class Statistics:
                 [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
         """
         result = self.correlation()
+        size = self.mean.abs().clamp(min=torch.finfo(torch.float64).tiny)
+        for rows in torch.arange(len(size)).split(1024):  # by parts: no further N x N matrix
+            apart = (self.mean[rows, None] - self.mean).abs_()
+            result[rows] -= apart.div_(size[rows, None] / 2 + size / 2).mul_(_TIE / 2)
         fixed = self.constant.nonzero().flatten()
         moving = (~self.constant).nonzero().flatten()
         if len(fixed):
