@@ -242,10 +242,11 @@ Joint: all ten classes; A, B: each task among its own classes; avg: their mean; 
 merge is calibrated on {MATCH_IMAGES} training images per task; its BatchNorm statistics are then
 reset on {RESET_IMAGES:,} others per task, but for the last row, which is what `zipfx.zip` returns
 by default. As in the published code a space is observed once, at its last read; rows with "default
-places" observe it where the library does by default. The models and their ensemble keep the statistics they came with, as in the published
-figures. Parameters: elements; FLOPs: two per multiply-add, one image. Seconds per stage: as
-`zipfx.zip` reports them. Peak MiB: the highest resident set of the process during `zipfx.zip` less
-what was resident before. Published: the method's own code at the same settings."""
+places" observe it where the library does by default. The models and their ensemble keep the
+statistics they came with, as in the published figures. Parameters: elements; FLOPs: two per
+multiply-add, one image. Seconds per stage: as `zipfx.zip` reports them. Peak MiB: the highest
+resident set of the process during `zipfx.zip` less what was resident before. Published: the
+method's own code at the same settings."""
 
 
 if __name__ == "__main__":

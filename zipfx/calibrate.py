@@ -142,10 +142,13 @@ def _ambiguous(x: Any) -> bool:
 def fixed_randomness(seed: int) -> Iterator[None]:
     """Seed torch, numpy and python inside, and restore the caller's generators afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count()))
+    # a CUDA that nobody has used yet is left alone: looking at its generators would start it
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
             yield

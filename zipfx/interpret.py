@@ -205,7 +205,7 @@ def describe(node: fx.Node) -> str:
         if isinstance(node.target, str)
         else getattr(node.target, "__name__", str(node.target))
     )
-    stack = list(node.meta.get("nn_module_stack", {}))
+    stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
     place = f" in module {stack[-1]!r}" if stack and stack[-1] not in ("", target) else ""
     return f"node {node.name!r} ({node.op} {target}{place})"
 

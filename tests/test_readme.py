@@ -1,0 +1,26 @@
+"""The README's guide runs, top to bottom, as it is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def test_python_blocks_run() -> None:  # over 10 s: it zips a pair of ResNet-18 several times
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 5
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks:
+            exec(block, names)
+    assert tuple(names["dogs"].shape) == (16, 120)
+    assert tuple(names["birds"].shape) == (16, 200)
+    assert names["merged"](names["images"][0]).shape == (16, 120)
+    assert "zip of 2 models, up to 'layer3'" in printed.getvalue()
+    assert "layer1.0.conv1" in printed.getvalue()
