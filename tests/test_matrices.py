@@ -23,7 +23,8 @@ def matchings(draw: st.DrawFn) -> Matching:
 def test_unmerge_is_the_pseudoinverse_of_merge(matching: Matching, dtype: torch.dtype) -> None:
     merge, unmerge = matching.merge_matrix(dtype), matching.unmerge_matrix(dtype)
     total = sum(matching.sizes)
-    assert merge.shape == (matching.merged, total) and unmerge.shape == (total, matching.merged)
+    assert merge.shape == (matching.merged, total)
+    assert unmerge.shape == (total, matching.merged)
     assert merge.dtype == unmerge.dtype == dtype
     tolerance = 20 * torch.finfo(dtype).eps
     torch.testing.assert_close(

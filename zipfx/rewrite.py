@@ -227,12 +227,17 @@ def copy_head(
         if node.op == "output":
             result = fx.node.map_arg(node.args[0], lambda n: source(at[n], i))  # noqa: B023
             continue
-        new = graph.node_copy(node, lambda n: source(at[n], i))  # noqa: B023
-        new.name = graph._graph_namespace.create_name(f"head{k}_{node.name}", new)
-        new.meta[HEAD_KEY] = k
-        if node.op in ("call_module", "get_attr"):
-            new.target = f"{HEADS}.{k}.{node.target}"
-        made[i] = new
+        own_path = node.op in ("call_module", "get_attr")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: source(at[n], i))  # noqa: B023
+        made[i] = graph.create_node(
+            node.op,
+            f"{HEADS}.{k}.{node.target}" if own_path else node.target,
+            args,
+            kwargs,
+            name=f"head{k}_{node.name.lstrip('_')}",
+            type_expr=node.type,
+        )
+        made[i].meta = {**node.meta, HEAD_KEY: k}
     return result
 
 
