@@ -3,9 +3,9 @@
     python -m benchmarks.architectures --out benchmarks/results/architectures_cpu_202611.md
 
 For every model, randomly initialised, with random norm statistics and affines, in float64: the
-spaces that `zipfx.analyze` finds, how much of all weight axes they cover, the relative error after
-every space is permuted at random (law 1), and the parameters of a full zip of two copies relative
-to one model (law 2).
+spaces that `zipfx.analyze` finds, the parameter axes that an operation pins, the relative error
+after every space is permuted at random (law 1), and the parameters of a full zip of two copies
+relative to one model (law 2).
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ def law_2(model: nn.Module, x: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """inside: feature axes (parameter, dim) that lie in a space, of those that could.
-
-    pinned: axes that are left fixed for a reason other than being the network's input or output.
-    """
+    """pinned: axes left fixed because an operation was not understood or keeps an order."""
 
     model: str
     parameters: int

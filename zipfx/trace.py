@@ -97,10 +97,36 @@ def trace(
         raise
     except Exception as error:
         raise ZipError(_untraceable(model, error)) from error
+    _sink_shapes(graph)
     module = fx.GraphModule(tracer.root, graph, type(model).__name__)
     module.eval()
     graph.lint()
     return module
+
+
+_RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
+
+
+def _sink_shapes(graph: fx.Graph) -> None:
+    """Move nodes that only look at shapes next to their first user.
+
+    A segmenter asks for the size of its input first and uses it last; between models with the same
+    trunk such a node must not make a difference, nor lie in the trunk when only a head needs it.
+    """
+    shapes: set[fx.Node] = set()
+    for node in graph.nodes:
+        of = node.all_input_nodes
+        looks = (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
+            node.target is getattr and node.args[1] in ("shape", "dtype", "device", "ndim")
+        )
+        steady = all(user.target not in _RESHAPED for n in of for user in n.users)
+        plain = node.op == "call_function" and of and all(n in shapes for n in of)
+        if (looks and steady) or plain:
+            shapes.add(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed([n for n in graph.nodes if n in shapes and n.users]):
+        min(node.users, key=order.__getitem__).prepend(node)
+        order = {n: i for i, n in enumerate(graph.nodes)}
 
 
 def _untraceable(model: nn.Module, error: Exception) -> str:
