@@ -42,7 +42,6 @@ class Net:
 
 
 NETS: dict[str, Net] = {}
-BROKEN: dict[str, tuple[Net, str]] = {}  # with what is wrong; without `bug=` they join NETS
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
@@ -64,14 +63,10 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def net(
-    sizes: tuple[int, ...], *shapes: tuple[int, ...], bug: str = ""
+    sizes: tuple[int, ...], *shapes: tuple[int, ...]
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def register(cls: type[nn.Module]) -> type[nn.Module]:
-        made = Net(cls.__name__, cls, shapes or (IMAGE,), sizes)
-        if bug:
-            BROKEN[cls.__name__] = (made, bug)
-        else:
-            NETS[cls.__name__] = made
+        NETS[cls.__name__] = Net(cls.__name__, cls, shapes or (IMAGE,), sizes)
         return cls
 
     return register
@@ -166,7 +161,7 @@ class SEGate(nn.Module):
         return self.h(y * gate[:, :, None, None])
 
 
-@net((6,), VECTOR, bug="one weight under two names gets the unmerge of one of its uses only")
+@net((6,), VECTOR)
 class SharedWeight(nn.Module):
     """Two layers share one square weight, so both its axes are one space."""
 
@@ -279,7 +274,7 @@ class Inplace(nn.Module):
         return self.h(self.act(z).add_(y))
 
 
-@net((6,), bug="the analysis writes into the caller's example inputs and batches")
+@net((6,))
 class InplaceInput(nn.Module):
     """The very first operation writes into the input of the network."""
 
@@ -407,7 +402,7 @@ class LayerNormLast(nn.Module):
         return self.h(y + z.permute(0, 3, 1, 2))
 
 
-@net((6,), VECTOR, bug="parameters that forward does not use are lost")
+@net((6,), VECTOR)
 class AuxHead(nn.Module):
     """Parameters and buffers that forward does not use."""
 
@@ -421,7 +416,7 @@ class AuxHead(nn.Module):
         return self.h(F.relu(self.a(x)))
 
 
-@net((6,), VECTOR, bug="a value and its alias both cross the cut and are copied apart")
+@net((6,), VECTOR)
 class AliasAcrossCut(nn.Module):
     """Dropout in eval mode returns its input itself, and then one of the two is written to."""
 
@@ -437,7 +432,7 @@ class AliasAcrossCut(nn.Module):
         return self.p(z) + self.q(y)
 
 
-@net((6,), bug="nearest upsampling of integer labels is not implemented for channels-last strides")
+@net((6,))
 class UpsampleNearest(nn.Module):
     """A small image is enlarged again and joins its original."""
 
@@ -450,7 +445,7 @@ class UpsampleNearest(nn.Module):
         return self.h(y * torch.sigmoid(self.b(F.interpolate(F.max_pool2d(y, 2), scale_factor=2))))
 
 
-@net((2, 2), VECTOR, bug="a constant of the source is taken for a parameter that can be permuted")
+@net((2, 2), VECTOR)
 class SourceConstant(nn.Module):
     """A constant written in forward tells features apart."""
 
@@ -462,7 +457,7 @@ class SourceConstant(nn.Module):
         return self.h(F.silu(self.a(x)) * torch.tensor([1.0, 1.0, 2.0, 2.0]))
 
 
-@net((6,), VECTOR, bug="an output of -inf makes the numeric check pin every space")
+@net((6,), VECTOR)
 class InfiniteOutput(nn.Module):
     """Logits that are masked."""
 
@@ -475,7 +470,7 @@ class InfiniteOutput(nn.Module):
         return self.h(F.relu(self.a(x))).masked_fill(self.closed, -torch.inf)
 
 
-@net((6,), VECTOR, bug="a weight that is used on both sides of the cut keeps the trunk's order")
+@net((6,), VECTOR)
 class CalledAcrossCut(nn.Module):
     """A module is called before and after `mid`."""
 

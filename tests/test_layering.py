@@ -12,9 +12,9 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors statistics matrices match.protocol match.identity match.permute match.zip match
-    spaces labels shadow
+    spaces labels shadow trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
-    interpret group trace verify analyze calibrate correspond observe fuse heads rewrite assemble
+    interpret group verify analyze calibrate correspond observe fuse heads rewrite assemble
     repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

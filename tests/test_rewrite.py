@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laws import error, merge, run, running_modules, state_bytes, storages
-from models import BROKEN, NETS, Net
+from models import NETS, Net
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18
@@ -41,7 +41,6 @@ def merged_resnet(resnets: list[nn.Module]) -> fx.GraphModule:
     return zipfx.zip(resnets, data, partial="layer3", progress=False)
 
 
-@pytest.mark.xfail(strict=True, reason="containers lose their type: tracing keeps leaves only")
 def test_containers_are_what_they_were(merged_resnet: fx.GraphModule) -> None:
     merged: Any = merged_resnet
     assert isinstance(merged.layer1, nn.Sequential)
@@ -150,14 +149,12 @@ def test_a_training_step_moves_what_has_a_gradient(name: str, partial: bool) -> 
 
 
 def cut_params() -> list[Any]:
-    early = pytest.mark.xfail(
-        strict=True, reason="a weight that only the heads use stays in the trunk"
-    )
     return [
-        pytest.param(net, part, marks=early if net.name == "LayerNormLast" and part else (),
-                     id=f"{'partial' if part else 'full'}-{net.name}")
-        for net in NETS.values() for part in (False, True) if net.name != "AuxHead"
-    ]  # fmt: skip
+        pytest.param(net, part, id=f"{'partial' if part else 'full'}-{net.name}")
+        for net in NETS.values()
+        for part in (False, True)
+        if net.name != "AuxHead"
+    ]
 
 
 @pytest.mark.parametrize(("net", "partial"), cut_params())
@@ -195,9 +192,8 @@ def test_buffers_stay_out_of_the_state_dict_if_they_were() -> None:
 
 
 @both
-@pytest.mark.xfail(strict=True, reason="parameters that forward does not use are lost")
 def test_unused_parameters_survive(partial: bool) -> None:
-    merged = pair(BROKEN["AuxHead"][0], partial)
+    merged = pair(NETS["AuxHead"], partial)
     names = {n.removeprefix("task_heads.0.") for n in merged.state_dict()}
     assert {"aux.0.weight", "aux.1.running_mean", "spare"} <= names
     assert "aux.0.weight" in str(merged.meta["zipfx"])

@@ -27,7 +27,7 @@ def images(count: int, size: int = 8) -> list[Tensor]:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= 1e-12 * float(b.abs().max())
+    return bool((a - b).abs().max() <= 1e-12 * b.abs().max())
 
 
 @pytest.mark.parametrize("partial", [None, "0", "1", "3", "6"])
@@ -95,11 +95,10 @@ def test_what_labels_can_not_see_is_pinned_by_the_numeric_check() -> None:
     torch.manual_seed(0)
     model, x = Escape(), torch.randn(5, 3)
     blind = zipfx.analyze(model, x, verify=False)
-    assert [s.name for s in blind] == ["a", "b"]  # "a" is wrong, and only the check can know
+    assert [s.name for s in blind] == ["a"]  # wrong, and only the check can know
     spaces = zipfx.analyze(model, x)
-    assert [s.name for s in spaces] == ["b"]
+    assert not len(spaces)
     assert any("numeric check" in note and "'a'" in note for note in spaces.notes)
-    assert any("unknown origin" in note for note in spaces.notes)
 
 
 def test_matching_is_reported() -> None:
@@ -127,7 +126,7 @@ def test_device_argument_does_not_move_the_models() -> None:
 
 
 def test_a_cut_reads_the_values_that_leave() -> None:
-    """What crosses the cut is observed where it crosses, also if no weight of the trunk reads it."""
+    """What crosses the cut is observed there, also if no weight of the trunk reads it."""
     data = images(3)
     model = network(4, 0)
     spaces = zipfx.analyze(model, data[0])

@@ -13,6 +13,7 @@ from zipfx.analyze import Analysis, run_analysis
 from zipfx.correspond import counterparts, named_tensors, same_graph, tensors_at
 from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
+from zipfx.labels import Kind
 from zipfx.matrices import Matching, Pairs
 from zipfx.rewrite import (
     HEADS,
@@ -55,7 +56,7 @@ class Assembly:
         """Trunk up to the cut, one head per model after it."""
         last = self.analysis.grouping.last
         source = self.modules[0]
-        trunk = list(source.graph.nodes)[: last + 1]
+        trunk = self._trunk(list(source.graph.nodes)[: last + 1])
         plans = self._head_plans()
         tree = Tree(source, self._trunk_value())
         plant(tree, trunk)
@@ -63,11 +64,11 @@ class Assembly:
         tree.root.add_module(HEADS, heads)
         graph = fx.Graph()
         seen = copy_trunk(graph, trunk)
-        copies = [seen[n] for n in trunk]
+        copies = {i: seen[n] for i, n in enumerate(source.graph.nodes) if n in seen}
         outputs, notes = [], []
         for k, (module, plan_k) in enumerate(zip(self.modules, plans, strict=True)):
             nodes = list(module.graph.nodes)
-            twig = Tree(module, head_value(module, plan_k), heads[k])
+            twig = Tree(module, head_value(plan_k), heads[k])
             mine = [nodes[i] for i in plan_k.nodes]
             plant(twig, mine)
             used = self._used(k)
@@ -78,6 +79,15 @@ class Assembly:
             outputs.append(copy_head(graph, tree.root, nodes, copies, plan_k, k))
         graph.output(tuple(outputs))
         return build(tree.root, graph, type(source).__name__), plans, notes
+
+    def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """Without weights that were fetched before the cut, but only for what comes after it."""
+        facts, kept = self.analysis.facts.nodes, set(nodes)
+        for i, node in reversed(list(enumerate(nodes))):
+            idle = facts[i].kind in (Kind.WEIGHT, Kind.CONSTANT) and not kept & set(node.users)
+            if idle:
+                kept.discard(node)
+        return [node for node in nodes if node in kept]
 
     def _used(self, k: int) -> set[int]:
         module = self.modules[k]
@@ -152,11 +162,11 @@ class Assembly:
         return found
 
 
-def head_value(module: nn.Module, plan_k: HeadPlan) -> Callable[[str, Tensor], Tensor]:
-    named = {id(t): n for n, t in module.named_parameters()}
+def head_value(plan_k: HeadPlan) -> Callable[[str, Tensor], Tensor]:
+    """The weights of a head: the model's own, with U where the plan puts it."""
 
     def value(path: str, t: Tensor) -> Tensor:
-        maps = plan_k.fused.get(named.get(id(t), path)) if t.is_floating_point() else None
+        maps = plan_k.fused.get(id(t))
         return fuse([t], [maps]) if maps else t.detach().clone()
 
     return value

@@ -121,7 +121,7 @@ def calibration(
                 "batches or one loader per model; pass DataLoaders, or batches as tuples"
             )
         loaders = (data,)
-    kept = tuple(list(x) if iter(x) is x else x for x in loaders)  # a generator runs only once
+    kept = tuple(list(x) if isinstance(x, Iterator) else x for x in loaders)  # they run once
     return Calibration(kept, batch_to_args, max_samples, device)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from zipfx.correspond import named_tensors, tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
 from zipfx.group import Grouping
@@ -35,17 +36,19 @@ class Unmerge:
 class HeadPlan:
     """How the head of one model starts.
 
-    nodes: indices of its nodes, weights it shares with the trunk included; fused: parameter ->
-    axis maps that hold U; restored: (source node, reader or None for the output) -> unmerges
-    needed on that edge; cloned: trunk nodes whose values the head would overwrite.
+    nodes: indices of its nodes, weights it shares with the trunk included; fused: id of a weight ->
+    axis maps that hold U; restored: source node -> its unmerges, needed on the edges (source,
+    reader); merged: nodes of the head that still work on merged features; cloned: trunk nodes whose
+    values the head overwrites; same: trunk nodes that are one tensor with another one.
     """
 
     nodes: list[int] = field(default_factory=list)
-    fused: dict[str, list[AxisMap]] = field(default_factory=dict)
+    fused: dict[int, list[AxisMap]] = field(default_factory=dict)
     restored: dict[int, list[Unmerge]] = field(default_factory=dict)
     merged: set[int] = field(default_factory=set)
     edges: set[tuple[int, int]] = field(default_factory=set)
     cloned: set[int] = field(default_factory=set)
+    same: dict[int, int] = field(default_factory=dict)
 
 
 def plan_head(
@@ -73,51 +76,83 @@ class _Planner:
         self.nodes = list(module.graph.nodes)
         self.at = {n: i for i, n in enumerate(self.nodes)}
         self.last = grouping.last
+        self.named = {name: id(t) for name, t in named_tensors(module).items()}
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
         }
 
     def plan(self) -> HeadPlan:
-        refused: set[str] = set()
-        while True:  # a weight that can not take U at every use takes it at none
-            plan, conflicts = self._attempt(refused)
-            if not conflicts:
+        refused: set[int] = set()  # weights that can not take U at every use take it at none
+        early: set[int] = set()  # values that are restored at once, for all their readers
+        while True:
+            plan, conflicts, late = self._attempt(refused, early)
+            if conflicts <= refused and late <= early:
                 return plan
             refused |= conflicts
+            early |= late
 
-    def _attempt(self, refused: set[str]) -> tuple[HeadPlan, set[str]]:
-        plan = HeadPlan(nodes=self._head_nodes())
-        used: dict[str, set[bool]] = {}
+    def _attempt(self, refused: set[int], early: set[int]) -> tuple[HeadPlan, set[int], set[int]]:
+        plan = HeadPlan()
+        overwritten = self._head_nodes(plan)
+        plan.cloned = overwritten - early
+        used: dict[int, set[bool]] = {}
         for i in plan.nodes:
-            if i <= self.last:
+            fact = self.facts.nodes[i]
+            if i <= self.last and fact.kind != Kind.DATA:
                 continue
-            node = self.nodes[i]
-            sources = [self.at[n] for n in node.all_input_nodes]
-            merged = [j for j in sources if self._is_merged(j, plan)]
-            maps = self._absorb(i, merged, plan, refused)
-            for name in self._parameters(i):
-                used.setdefault(name, set()).add(maps is not None and name in maps)
-            if merged and maps is None:
+            sources = [plan.same.get(self.at[n], self.at[n]) for n in self.nodes[i].all_input_nodes]
+            for j in early & set(sources):
+                self._restore(j, i, plan)
+            merged = [j for j in sources if self._is_merged(j, plan, early)]
+            maps = self._absorb(i, merged, refused)
+            for t in self._parameters(i):
+                used.setdefault(id(t), set()).add(maps is not None and id(t) in maps)
+            if maps is None:
                 for j in merged:
                     self._restore(j, i, plan)
-            elif merged and maps is not None:
+            elif merged:
                 plan.fused.update(maps)
-                if self._carries(i):
+                if self._passes_on(i)[0]:
                     plan.merged.add(i)
-            self._protect(i, sources, plan)
-        return plan, {name for name, ways in used.items() if len(ways) > 1}
+        # an in-place head changes what all readers of a storage see, so all must see one copy
+        late = {
+            o for j in plan.restored for o in overwritten
+            if o in self.facts.nodes[j].owners and self._carries(o)
+        }  # fmt: skip
+        return plan, {key for key, ways in used.items() if len(ways) > 1}, late
 
-    def _head_nodes(self) -> list[int]:
-        """All nodes after the cut, and the weights and constants from before it that they use."""
+    def _head_nodes(self, plan: HeadPlan) -> set[int]:
+        """Set the nodes of the head: all after the cut, and from before it the weights and
+        constants they use, and every alias of a value that the head overwrites.
+
+        Returns the trunk nodes that own these values.
+        """
         nodes = set(range(self.last + 1, len(self.nodes)))
+        overwritten = {o for i in nodes for o in self.facts.nodes[i].writes if 0 <= o <= self.last}
         stack = list(nodes)
         while stack:
             for source in self.nodes[stack.pop()].all_input_nodes:
                 j = self.at[source]
-                if j not in nodes and self.facts.nodes[j].kind in (Kind.WEIGHT, Kind.CONSTANT):
+                fact = self.facts.nodes[j]
+                if j in nodes or j in plan.same:
+                    continue
+                alias = fact.owners & overwritten - {j}
+                if alias and fact.writes:
+                    plan.same[j] = self._written_through(j, *alias)
+                elif alias or fact.kind in (Kind.WEIGHT, Kind.CONSTANT):
                     nodes.add(j)
                     stack.append(j)
-        return sorted(nodes)
+        plan.nodes = sorted(nodes)
+        return overwritten
+
+    def _written_through(self, j: int, owner: int) -> int:
+        """The owner of a storage stands for the result of an in-place operation on all of it."""
+        if self.facts.nodes[j].values[0].shape != self.facts.nodes[owner].values[0].shape:
+            raise ZipError(
+                f"{describe(self.nodes[j])} writes to a part of {describe(self.nodes[owner])}, "
+                "which is overwritten again after the cut; choose another module for partial="
+            )
+        return owner
 
     def _moved(self, labels: Ints) -> set[int]:
         """The spaces of these labels that the merge has put in another order."""
@@ -140,22 +175,34 @@ class _Planner:
                     return False
         return True
 
-    def _is_merged(self, j: int, plan: HeadPlan) -> bool:
+    def _passes_on(self, i: int) -> tuple[bool, bool]:
+        """Whether node i hands on moved features of the trunk, and whether it makes such features
+        with weights of its own (a module that runs on both sides of the cut)."""
+        made = [ids for ids, node in self.facts.ledger.produced if node == i]
+        own = np.concatenate(made) if made else np.zeros(0, np.int64)
+        handed_on = makes = False
+        for value in self.facts.nodes[i].values:
+            for slot in value.features:
+                labels = torch.unique(slot).numpy()
+                if self._moved(labels):
+                    mine = bool(np.isin(labels[labels > 0], own).all())
+                    handed_on, makes = handed_on or not mine, makes or mine
+        return handed_on, makes
+
+    def _is_merged(self, j: int, plan: HeadPlan, early: set[int]) -> bool:
         if j in plan.merged:
             return True
-        crossing = j <= self.last and j not in plan.nodes
+        crossing = j <= self.last and j not in plan.nodes and j not in early
         return crossing and self.facts.nodes[j].kind == Kind.DATA and self._carries(j)
 
-    def _parameters(self, i: int) -> list[str]:
+    def _parameters(self, i: int) -> list[Tensor]:
         node = self.nodes[i]
-        if node.op == "call_module":
-            leaf = self.module.get_submodule(str(node.target))
-            return [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
-        return [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
+        return [t for n in nodes for t in tensors_at(self.module, n)]
 
     def _absorb(
-        self, i: int, merged: list[int], plan: HeadPlan, refused: set[str]
-    ) -> dict[str, list[AxisMap]] | None:
+        self, i: int, merged: list[int], refused: set[int]
+    ) -> dict[int, list[AxisMap]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
         if not merged or node.op == "output" or fact.traits & {"elementwise", "mixes"}:
@@ -164,36 +211,30 @@ class _Planner:
         if any(e.node == i and e.weights_only for e in ledger.edges):
             return None
         for source in node.all_input_nodes:
-            j = self.at[source]
-            other = self.facts.nodes[j]
-            if (
-                j not in merged
-                and other.kind == Kind.DATA
-                and any(v.features for v in other.values)
-            ):
+            other = self.facts.nodes[self.at[source]]
+            plain = self.at[source] not in merged and other.kind == Kind.DATA
+            if plain and any(v.features for v in other.values):
                 return None
             if other.kind == Kind.WEIGHT and source.op != "get_attr":
                 return None
-        maps: dict[str, list[AxisMap]] = {}
+        if all(self._passes_on(i)) or not self._whole(i):
+            return None
+        maps: dict[int, list[AxisMap]] = {}
         for c in ledger.contractions:
             if c.node == i and self._moved(c.x):
                 found = self._columns(c.w, c.x)
                 if found is None or found[0] in refused:
                     return None
                 maps.setdefault(found[0], []).append(found[1])
-        return maps if self._whole(i) else None
+        return maps
 
-    def _columns(
-        self,
-        w: Ints,
-        x: Ints,
-    ) -> tuple[str, AxisMap] | None:
-        """The unmerge of the axis with labels w, which reads the features x."""
+    def _columns(self, w: Ints, x: Ints) -> tuple[int, AxisMap] | None:
+        """The unmerge of the axis with labels w, which reads the features x: (weight id, map)."""
         for name, dim, start, size in self.facts.ledger.axes:
             if start <= w[0] < start + size:
                 if len(w) != size or (w != np.arange(start, start + size)).any():
                     return None
-                return name, self._unmerge_map(x, size, dim)
+                return self.named[name], self._unmerge_map(x, size, dim)
         return None
 
     def _unmerge_map(self, labels: Ints, size: int, dim: int) -> AxisMap:
@@ -218,10 +259,3 @@ class _Planner:
                 unmerges.append(Unmerge(dims, target))
         plan.restored[j] = unmerges
         plan.edges.add((j, i))
-
-    def _protect(self, i: int, sources: list[int], plan: HeadPlan) -> None:
-        """Values of the trunk are shared by all heads: an in-place head works on a copy."""
-        overwritten = {o for o in self.facts.nodes[i].writes if o <= self.last}
-        for j in range(self.last + 1):
-            if overwritten & self.facts.nodes[j].owners and j not in plan.nodes:
-                plan.cloned.add(j)

@@ -30,6 +30,7 @@ from zipfx.rules import (
     pointwise,
 )
 from zipfx.shadow import Shadows
+from zipfx.trace import CONSTANTS, clone_tensors
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -218,9 +219,9 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
         named = [*module.named_parameters(), *module.named_buffers()]
         for name, t in named:
             if not mode.shadows.knows(t):
-                learned = t.is_floating_point()
+                learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1)
         interpreter = _Interpreter(module, mode)
-        interpreter.run(*inputs)
+        interpreter.run(*clone_tensors(tuple(inputs)))
     return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)))

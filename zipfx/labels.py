@@ -90,7 +90,7 @@ def place(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
     for d in keep:
         shape[dims[d]] = slot.shape[d]
     others = [d for d in range(slot.ndim) if d not in keep]
-    return slot.permute(*keep, *others).reshape(shape)
+    return slot.permute([*keep, *others]).reshape(shape)
 
 
 def broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
     """A fixed slot seen along `keep` only: equal where all that varies along the rest is equal."""
     kept = sorted(set(keep))
     rest = [d for d in range(fixed.ndim) if d not in kept]
-    flat = fixed.permute(*kept, *rest).reshape([fixed.shape[d] for d in kept] + [-1]).numpy()
+    flat = fixed.permute([*kept, *rest]).reshape([fixed.shape[d] for d in kept] + [-1]).numpy()
     with np.errstate(over="ignore"):
         h = mix(mix(flat).view(np.int64) + np.arange(flat.shape[-1])).sum(-1, dtype=np.uint64)
     return narrow(place(as_fixed(h), dict(enumerate(kept)), fixed.ndim))

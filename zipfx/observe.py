@@ -7,17 +7,16 @@ computed it, so that an activation dies as early as in its own model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Statistics
+from zipfx.trace import clone_tensors
 
 Choose = Callable[[Space], Sequence[Place]]
 
@@ -164,11 +163,6 @@ def joint_graph(
     module = fx.GraphModule(root, graph, "Joint")
     graph.lint()
     return module
-
-
-def clone_tensors(value: Any) -> Any:
-    """A copy of every tensor in a value, for graphs that write into their inputs."""
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)
 
 
 def observe(

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError
-from zipfx.trace import is_batch_norm
+from zipfx.trace import clone_tensors, is_batch_norm
 
 
 def repair_batch_norm(module: nn.Module, data: Calibration, *, progress: bool = False) -> int:
@@ -41,7 +41,7 @@ def repair_batch_norm(module: nn.Module, data: Calibration, *, progress: bool = 
             norm.training = True
         with torch.no_grad():
             for args, kwargs in tqdm(data, desc="zipfx: repair", disable=not progress, leave=False):
-                module(*args, **kwargs)
+                module(*clone_tensors(args), **clone_tensors(kwargs))
                 batches += 1
     except ValueError as error:
         raise ZipError(

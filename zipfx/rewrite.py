@@ -7,7 +7,7 @@ The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor, fx, nn
 from zipfx.correspond import attribute
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
-from zipfx.observe import clone_tensors
 from zipfx.spaces import select
+from zipfx.trace import clone_tensors
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
+
+
+_TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class MergedModule(fx.GraphModule):
@@ -29,7 +32,7 @@ class MergedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> MergedModule:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, MergedModule)
-        for name in ("_modules", "_parameters", "_buffers"):
+        for name in _TREE:
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         for (_, old), (_, new) in zip(self.named_modules(), twin.named_modules(), strict=True):
             new.training = old.training
@@ -39,7 +42,7 @@ class MergedModule(fx.GraphModule):
 def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
     """A GraphModule that owns exactly the tree of `root`."""
     module = MergedModule(root, graph, name)
-    for kind in ("_modules", "_parameters", "_buffers"):
+    for kind in _TREE:
         module.__dict__[kind] = root.__dict__[kind]
     module.training = root.training
     graph.lint()
@@ -174,7 +177,7 @@ def copy_head(
     graph: fx.Graph,
     root: nn.Module,
     nodes: Sequence[fx.Node],
-    trunk: Sequence[fx.Node],
+    trunk: Mapping[int, fx.Node],
     plan: HeadPlan,
     k: int,
 ) -> Any:
@@ -202,6 +205,7 @@ def copy_head(
         return trunk[j]
 
     def source(j: int, i: int) -> fx.Node:
+        j = plan.same.get(j, j)
         if (j, i) not in plan.edges or not plan.restored[j]:
             return value(j)
         if j not in restored:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map
 
 from zipfx.errors import ZipError
 
@@ -25,6 +26,10 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+
+
+#: meta key of a traced module: names of tensors that forward wrote down as constants
+CONSTANTS = "zipfx_constants"
 
 
 class Tracer(fx.Tracer):
@@ -90,6 +95,7 @@ def trace(
     ['placeholder', 'call_module', 'call_module', 'output']
     """
     twin = structural_copy(model, share_parameters=device is None).to(device)
+    own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
     tracer = Tracer() if tracer is None else tracer
     try:
         graph = tracer.trace(twin)
@@ -99,6 +105,13 @@ def trace(
         raise ZipError(_untraceable(model, error)) from error
     _sink_shapes(graph)
     module = fx.GraphModule(tracer.root, graph, type(model).__name__)
+    module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
+    for kind in ("_modules", "_parameters", "_buffers"):  # with containers, and what is not used
+        module.__dict__[kind] = {**twin.__dict__[kind], **{
+            k: v for k, v in module.__dict__[kind].items() if k not in twin.__dict__[kind]
+        }}  # fmt: skip
+    # constants are part of the code, not of the state
+    module._non_persistent_buffers_set = twin._non_persistent_buffers_set | module.meta[CONSTANTS]
     module.eval()
     graph.lint()
     return module
@@ -144,6 +157,11 @@ def _untraceable(model: nn.Module, error: Exception) -> str:
         "function marked with torch.fx.wrap, make the module that holds it a leaf with a tracer of "
         "your own (tracer=...), or zip the part of the model before it"
     )
+
+
+def clone_tensors(value: Any) -> Any:
+    """A copy of every tensor in a value, for graphs that may write into their inputs."""
+    return tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -108,11 +108,13 @@ def zip(
         raise ZipError("without calibration data pass example_inputs=..., to analyse the model")
     home = _device(models[0])
     away = home if device is None else torch.device(device)
-    data = (
-        None if blind else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
-    )
     stages = Stages(away)
     with fixed_randomness(seed), torch.no_grad():
+        data = (
+            None
+            if blind
+            else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
+        )
         with stages.stage("trace"):
             modules = [trace(m, tracer, None if away == home else away) for m in models]
             inputs = example_arguments(modules[0].forward, data, example_inputs, away)

@@ -96,7 +96,7 @@ MOVEMENT = {
     for name in (
         "cat stack constant_pad_nd index index_select gather roll flip repeat clone im2col "
         "pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d "
-        "replication_pad1d replication_pad2d upsample_nearest1d upsample_nearest2d "
+        "replication_pad1d replication_pad2d "
         "repeat_interleave slice_scatter select_scatter diagonal_scatter lift_fresh_copy tril triu "
         "_reshape_copy _unsafe_view rot90 tile take_along_dim _unsafe_index"
     ).split()
