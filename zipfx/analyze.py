@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.group import Grouping, find_spaces, group
 from zipfx.interpret import Facts, interpret
 from zipfx.labels import Kind
@@ -22,14 +22,15 @@ from zipfx.verify import failing_spaces
 class Analysis:
     """A traced model, the facts of its interpretation, and the spaces that they give.
 
-    unsafe: labels that the numeric check has pinned; crossing: nodes whose values leave the trunk.
+    held: labels that are pinned for other reasons than labels know, and why; crossing: nodes whose
+    values leave the trunk.
     """
 
     module: fx.GraphModule
     facts: Facts
     grouping: Grouping
     spaces: SpaceMap
-    unsafe: frozenset[int] = frozenset()
+    held: Mapping[int, str] = field(default_factory=dict)
 
     crossing: tuple[int, ...] = ()
 
@@ -44,13 +45,20 @@ class Analysis:
         )
         return replace(self, crossing=crossing)._regroup(last)
 
-    def pin(self, unsafe: frozenset[int]) -> Analysis:
-        """The same spaces without those that hold one of these labels."""
-        return replace(self, unsafe=self.unsafe | unsafe)._regroup(self.grouping.last)
+    def pin(self, names: Collection[str], reason: str) -> Analysis:
+        """The same analysis with the features of these spaces left where they are."""
+        start = {(name, dim): first for name, dim, first, _ in self.facts.ledger.axes}
+        held = {
+            start[axis.parameter, axis.dim] + i: reason
+            for name in names
+            for axis in self.spaces[name].axes
+            for i in axis.index.flatten().tolist()
+        }
+        return replace(self, held={**self.held, **held})._regroup(self.grouping.last)
 
     def _regroup(self, last: int) -> Analysis:
-        grouping = group(self.facts, last, self.unsafe, self.crossing)
-        spaces = find_spaces(self.module.graph, self.facts, grouping)
+        grouping = group(self.facts, last, self.held, self.crossing)
+        spaces = find_spaces(self.module.graph, self.facts, grouping, self.held)
         return replace(self, grouping=grouping, spaces=spaces)
 
 
@@ -99,8 +107,8 @@ def run_analysis(
             raise
         except Exception as error:
             raise ZipError(
-                f"the traced model fails on example_inputs: {error}. Pass inputs that the model "
-                "itself accepts (example_inputs=...)"
+                f"the traced model fails on example_inputs: {first_line(error)}. Pass inputs that "
+                "the model itself accepts (example_inputs=...)"
             ) from error
         grouping = group(facts)
         found = Analysis(module, facts, grouping, find_spaces(module.graph, facts, grouping))
@@ -117,15 +125,5 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
     nodes = list(found.module.graph.nodes)
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
     bad = failing_spaces(found.module, found.spaces, inputs, keep, seed)
-    if not bad:
-        return found
-    start = {(name, dim): first for name, dim, first, _ in found.facts.ledger.axes}
-    unsafe = {
-        start[axis.parameter, axis.dim] + i
-        for name in bad
-        for axis in found.spaces[name].axes
-        for i in axis.index.flatten().tolist()
-    }
-    left = found.pin(frozenset(unsafe))
-    note = f"pinned by the numeric check (permuting it changed the function): {sorted(bad)}"
-    return replace(left, spaces=replace(left.spaces, notes=(*left.spaces.notes, note)))
+    reason = "pinned by the numeric check: permuting it changed the function"
+    return found.pin(bad, reason) if bad else found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
 
 
@@ -219,7 +219,7 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
         try:
             result = module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
         except Exception as error:
-            raise ZipError(f"model {k} fails on the example inputs: {error}") from error
+            raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)])
         if shapes[k] != shapes[0]:
             raise ZipError(

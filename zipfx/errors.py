@@ -12,3 +12,8 @@ class ZipError(Exception):
     Traceback (most recent call last):
     zipfx.errors.ZipError: alpha is 1.5: choose a value from 0 to 1
     """
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's message, to be quoted in one of ours."""
+    return str(error).strip().split("\n")[0]

@@ -9,7 +9,7 @@ make a space.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,12 +117,12 @@ class Grouping:
 def group(
     facts: Facts,
     last: int | None = None,
-    pinned: frozenset[int] = frozenset(),
+    held: Collection[int] = (),
     crossing: Sequence[int] = (),
 ) -> Grouping:
     """Group the labels by what the nodes up to index `last` (default: all) know.
 
-    pinned: labels whose features stay where they are (found unsafe by `verify`); crossing: nodes
+    held: labels whose features stay where they are (found unsafe by `verify`, say); crossing: nodes
     whose values leave the trunk, so that only features which leave together share a space.
     """
     ledger = facts.ledger
@@ -138,7 +138,7 @@ def group(
     np.add.at(has_met, known.component, known.colour)
     signature = mix(lies_on.view(np.int64)) + has_met
     free = _alive(ledger, known, last)
-    free[known.component[sorted(pinned)]] = False
+    free[known.component[sorted(held)]] = False
     _, kind, count = np.unique(signature[free], return_inverse=True, return_counts=True)
     several = count[kind] > 1
     members, kind = np.flatnonzero(free)[several], kind[several]
@@ -162,8 +162,13 @@ def _alive(ledger: Ledger, known: _Labels, last: int) -> Flags:
     return alive
 
 
-def find_spaces(graph: fx.Graph, facts: Facts, grouping: Grouping) -> SpaceMap:
-    """The spaces of a grouping as values: their axes, their places in the graph, what is pinned."""
+def find_spaces(
+    graph: fx.Graph, facts: Facts, grouping: Grouping, held: Mapping[int, str] | None = None
+) -> SpaceMap:
+    """The spaces of a grouping as values: their axes, their places in the graph, what is pinned.
+
+    held: labels that were pinned from outside, and why.
+    """
     ledger, last = facts.ledger, grouping.last
     known = _learn(ledger, last)
     places = _places(graph, facts, grouping)
@@ -177,7 +182,7 @@ def find_spaces(graph: fx.Graph, facts: Facts, grouping: Grouping) -> SpaceMap:
             seen[known.component[c.w[c.w > 0]]] = True
     stay = seen & (grouping.space < 0)
     variances = frozenset(name for name, node in ledger.variances if node <= last)
-    pinned = (*_pinned(ledger, known, stay, last), *_ordered(ledger, known, last, stay))
+    pinned = (*_pinned(ledger, known, stay, last, held or {}), *_ordered(ledger, known, last, stay))
     return SpaceMap(_named(spaces), pinned, facts.notes, variances)
 
 
@@ -279,8 +284,10 @@ def _source(
     return i
 
 
-def _pinned(ledger: Ledger, known: _Labels, stay: Flags, last: int) -> list[Pinned]:
-    why: dict[int, str] = {}
+def _pinned(
+    ledger: Ledger, known: _Labels, stay: Flags, last: int, held: Mapping[int, str]
+) -> list[Pinned]:
+    why = {int(known.component[label]): reason for label, reason in held.items()}
     for c in ledger.colours:
         if c.reason and c.node <= last:
             for comp in np.unique(known.component[c.a]).tolist():

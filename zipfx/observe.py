@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Statistics
 from zipfx.trace import clone_tensors
@@ -217,7 +217,8 @@ def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, obje
     except Exception as error:
         shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
         raise ZipError(
-            f"the models fail on a calibration batch with inputs {shapes or list(kwargs)}: {error}"
+            f"the models fail on a calibration batch with inputs {shapes or list(kwargs)}: "
+            f"{first_line(error)}"
         ) from error
 
 

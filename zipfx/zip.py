@@ -125,6 +125,10 @@ def zip(
             check_integers(modules, last)
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
+            unseen = [s.name for s in analysis.spaces if not s.places]
+            if unseen and not blind:
+                reason = "lies inside one node of the traced graph, where it can not be observed"
+                analysis = analysis.pin(unseen, reason)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
@@ -144,7 +148,6 @@ def zip(
                 for s in analysis.spaces
             }
         with stages.stage("fuse"):
-            unseen = [s.name for s in analysis.spaces if data is not None and not s.places]
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
             copy_modes(merged, models)
@@ -183,10 +186,6 @@ def zip(
         notes=(
             *analysis.spaces.notes,
             *notes,
-            *(
-                f"space {name!r} lies inside one node and can not be observed: matched by position"
-                for name in unseen
-            ),
             *_unrepaired(analysis, merged, repair),
         ),
     )
