@@ -1,6 +1,6 @@
 """Does the greedy matcher stay quadratic? Seconds over N on one thread, beside a full search.
 
-    python benchmarks/greedy.py [--sizes 512 1024 2048 4096] [--out FILE]
+    python -m benchmarks.greedy --out benchmarks/results/greedy_cpu_202611.md
 
 Two models of N / 2 features are matched down to N / 2. `full search` looks at the whole matrix
 for every match, which is cubic; it runs up to N = 1024 and must give the same groups.
@@ -9,15 +9,15 @@ for every match, which is cubic; it runs up to N = 1024 and must give the same g
 from __future__ import annotations
 
 import argparse
-import platform
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import evaluate
 from zipfx.match import Zip
 from zipfx.statistics import Statistics
 
@@ -79,7 +79,9 @@ def exponent(sizes: list[int], times: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
 
 
-def measure(name: str, make: Callable[[int], Statistics], matcher: Zip, sizes: list[int]) -> str:
+def measure(
+    name: str, make: Callable[[int], Statistics], matcher: Zip, sizes: list[int]
+) -> list[str]:
     """One row of the table."""
     times, plain = [], "-"
     for total in sizes:
@@ -98,42 +100,33 @@ def measure(name: str, make: Callable[[int], Statistics], matcher: Zip, sizes: l
             plain = f"{seconds(slow, repeats=1):.2f} (N = {total})"
     cells = [f"{value:.3f}" for value in times]
     growth = f"{exponent(sizes, times):.2f}" if len(sizes) > 1 else "-"
-    settings = f"{matcher.alpha:g} | {matcher.beta:g}"
-    return f"| {name} | {settings} | {' | '.join(cells)} | {growth} | {plain} |"
-
-
-def processor() -> str:
-    """Name of the CPU, as well as the platform tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return [name, f"{matcher.alpha:g}", f"{matcher.beta:g}", *cells, growth, plain]
 
 
 def main() -> None:
+    """Print, and with --out write, one row per kind of features and setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--out", type=Path, help="also write the table to this markdown file")
+    evaluate.add_arguments(parser)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    columns = ["features", "alpha", "beta", *(f"N = {n}" for n in options.sizes)]
-    columns += ["growth", "full search"]
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    lines = [
-        "# Seconds of the greedy matcher, one thread, best of 3",
-        "",
-        f"{processor()}; {versions}, numpy {np.__version__}. Growth: p of a fitted N ** p.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|" + " --- |" * len(columns),
-    ]
-    print("\n".join(lines))
+    torch.set_num_threads(options.threads)
+    header = ["features", "alpha", "beta", *(f"N = {n}" for n in options.sizes)]
+    rows = []
     for name, make in (("low rank", low_rank), ("all tied", ties), ("all constant", dead)):
         for matcher in (Zip(), Zip(1, 1), Zip(0, 1), Zip(0.3, 0.3), Zip(0.3, 0)):
-            lines.append(measure(name, make, matcher, options.sizes))
-            print(lines[-1], flush=True)
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+            rows.append(measure(name, make, matcher, options.sizes))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    text = [
+        "# Seconds of the greedy matcher, best of 3",
+        "",
+        evaluate.environment("benchmarks.greedy"),
+        "",
+        "N features of two models are matched down to N / 2. Growth: p of a fitted N ** p. Full",
+        "search: the plain algorithm that looks at the whole matrix for every match.",
+        "",
+        evaluate.table([*header, "growth", "full search"], rows),
+    ]
+    evaluate.publish("\n".join(text), options.out)
 
 
 if __name__ == "__main__":

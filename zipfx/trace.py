@@ -154,8 +154,8 @@ def _untraceable(model: nn.Module, error: Exception) -> str:
     line = f" at {inside[-1].filename}:{inside[-1].lineno} ({inside[-1].line})" if inside else ""
     return (
         f"torch.fx can not trace {type(model).__name__}{line}: {first_line(error)}. Move the line "
-        "into a function marked with torch.fx.wrap, make the module that holds it a leaf with a tracer of "
-        "your own (tracer=...), or zip the part of the model before it"
+        "into a function marked with torch.fx.wrap, make the module that holds it a leaf with a "
+        "tracer of your own (tracer=...), or zip a smaller module that does not hold it"
     )
 
 
