@@ -111,7 +111,15 @@ def test_matching_is_reported() -> None:
     assert report.batches == {"observe": 3, "repair": 3}
     assert report.parameters == sum(p.numel() for p in merged.parameters())
     assert 0.5 < report.flops / sum(report.model_flops) < 1
-    assert set(report.seconds) == {"trace", "analyze", "observe", "match", "fuse", "repair"}
+    assert set(report.seconds) == {
+        "trace",
+        "analyze",
+        "correspond",
+        "observe",
+        "match",
+        "fuse",
+        "repair",
+    }
     text = str(report)
     assert "zip of 2 models, up to '1': 1 of 3 layers" in text
     assert "0.weight" in text  # the input channels are pinned, and it says so

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.analyze import Analysis, run_analysis
 from zipfx.correspond import counterparts, named_tensors, same_graph, tensors_at
+from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
@@ -57,9 +58,15 @@ class Assembly:
         last = self.analysis.grouping.last
         source = self.modules[0]
         trunk = self._trunk(list(source.graph.nodes)[: last + 1])
+        self._check_state()
         plans = self._head_plans()
         tree = Tree(source, self._trunk_value())
         plant(tree, trunk)
+        if HEADS in tree.root._modules:
+            raise ZipError(
+                f"the models have a module named {HEADS!r} before the cut, which is where zipfx "
+                "puts the heads of a partial zip; rename it, or zip the heads of it one by one"
+            )
         heads = nn.ModuleList([nn.Module() for _ in self.modules])
         tree.root.add_module(HEADS, heads)
         graph = fx.Graph()
@@ -79,6 +86,20 @@ class Assembly:
             outputs.append(copy_head(graph, tree.root, nodes, copies, plan_k, k))
         graph.output(tuple(outputs))
         return build(tree.root, graph, type(source).__name__), plans, notes
+
+    def _check_state(self) -> None:
+        """What forward writes before the cut and reads after it can not be in both places."""
+        module, last = self.modules[0], self.analysis.grouping.last
+        written = self.analysis.facts.written(last)
+        nodes = list(module.graph.nodes)[last + 1 :]
+        sources = [n for node in nodes for n in (node, *node.all_input_nodes)]
+        read = {id(t) for node in sources for t in tensors_at(module, node)}
+        both = [n for n, t in named_tensors(module).items() if n in written and id(t) in read]
+        if both:
+            raise ZipError(
+                f"forward writes {both[0]!r} before the cut and uses it after it; choose another "
+                "module for partial="
+            )
 
     def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Without weights that were fetched before the cut, but only for what comes after it."""

@@ -148,14 +148,28 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     if node.op == "call_module":
         leaf = module.get_submodule(str(node.target))
         summary["layer"] = f"{type(leaf).__name__}({leaf.extra_repr()})"
+        summary["settings"] = _settings(leaf)
     elif node.op not in ("get_attr", "output", "placeholder"):
         summary["function"] = str(node.target)
     if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), Tensor):
         summary["tensor"] = tuple(attribute(module, str(node.target)).shape)
     summary["shapes"] = [(tuple(t.shape), t.dtype) for t in tensors_at(module, node)]
-    if node.op != "placeholder":
+    if node.op == "placeholder":
+        summary["default"] = str(node.args)
+    else:
         summary["arguments"] = str(fx.node.map_arg((node.args, node.kwargs), lambda n: _At(at[n])))
     return summary
+
+
+def _settings(leaf: nn.Module) -> dict[str, str]:
+    """The plain attributes of a module and its children: not all of them are in extra_repr."""
+    plain = (bool, int, float, str, tuple, list, torch.dtype, type(None))
+    return {
+        f"{path}.{key}".lstrip("."): repr(value)
+        for path, module in leaf.named_modules()
+        for key, value in vars(module).items()
+        if key != "training" and not key.startswith("_") and isinstance(value, plain)
+    }
 
 
 class _At(str):
@@ -167,7 +181,12 @@ class _At(str):
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     for key in a:
-        if a[key] != b.get(key):
+        if isinstance(a[key], dict) and isinstance(b.get(key), dict):
+            names = [n for n in {**a[key], **b[key]} if a[key].get(n) != b[key].get(n)]
+            if names:
+                n = names[0]
+                return f"{n} is {a[key].get(n)} against {b[key].get(n)}"
+        elif a[key] != b.get(key):
             return f"{key} {a[key]} against {b.get(key)}"
     return f"{a} against {b}"
 

@@ -189,6 +189,18 @@ class _Planner:
                     handed_on, makes = handed_on or not mine, makes or mine
         return handed_on, makes
 
+    def _crosses(self, i: int) -> bool:
+        """Whether node i brings together features that the trunk keeps apart: their unmerges differ
+        (two branches that only the head adds up; a tensor and its own flip)."""
+        component, space = self.grouping.component, self.grouping.space
+        for e in self.facts.ledger.edges:
+            if e.node == i:
+                a, b = component[e.a], component[e.b]
+                apart = (a != b) & (space[a] >= 0) & (space[b] >= 0)
+                if self.moves & {*space[a[apart]].tolist(), *space[b[apart]].tolist()}:
+                    return True
+        return False
+
     def _is_merged(self, j: int, plan: HeadPlan, early: set[int]) -> bool:
         if j in plan.merged:
             return True
@@ -217,7 +229,7 @@ class _Planner:
                 return None
             if other.kind == Kind.WEIGHT and source.op != "get_attr":
                 return None
-        if all(self._passes_on(i)) or not self._whole(i):
+        if all(self._passes_on(i)) or not self._whole(i) or self._crosses(i):
             return None
         maps: dict[int, list[AxisMap]] = {}
         for c in ledger.contractions:

@@ -7,6 +7,7 @@ later stage reads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from zipfx.trace import CONSTANTS, clone_tensors
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
 _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_NORMS = {op for op, function in RULES.items() if function is RULES[aten.native_batch_norm.default]}
 _INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim")
 
 
@@ -57,11 +59,20 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The outcome of one interpretation; node i of the graph has `nodes[i]`."""
+    """The outcome of one interpretation; node i of the graph has `nodes[i]`.
+
+    state: names of the parameters and buffers; their storages have the owners -1, -2, ...
+    """
 
     ledger: Ledger
     nodes: tuple[NodeFacts, ...]
     notes: tuple[str, ...]
+    state: tuple[str, ...] = ()
+
+    def written(self, last: int) -> set[str]:
+        """Parameters and buffers that the nodes up to index `last` write to."""
+        owners = {o for fact in self.nodes[: last + 1] for o in fact.writes if o < 0}
+        return {self.state[-1 - o] for o in owners}
 
 
 class _Mode(TorchDispatchMode):
@@ -71,6 +82,12 @@ class _Mode(TorchDispatchMode):
         self.shadows = Shadows()
         self.notes: list[str] = []
         self.writes: set[int] = set()
+
+    def _use(self, t: Tensor) -> None:
+        """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
+        labels = self.shadows.get(t)
+        if labels is not None and labels.pending:
+            self.ledger.pin(labels.pending, "the index of a feature is used")
 
     def of(self, t: Tensor) -> Labels:
         labels = self.shadows.get(t)
@@ -89,6 +106,8 @@ class _Mode(TorchDispatchMode):
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, self.ledger, self.of)
         operands = call.tensors()
+        for t in operands:
+            self._use(t)
         written = _written(func, args, kwargs)
         storages = {t.untyped_storage()._cdata for t in operands}
         fresh = [
@@ -160,7 +179,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     # a norm in eval mode may name its statistics as written although it leaves them alone
-    return [] if "norm" in str(func) else found
+    return [] if func in _NORMS else found
 
 
 class _Interpreter(fx.Interpreter):
@@ -184,7 +203,7 @@ class _Interpreter(fx.Interpreter):
         labels = tuple(mode.of(t) for t in leaves)
         if n.op == "output":
             for lab in labels:
-                ledger.pin(lab.features, "output of the network")
+                ledger.pin((*lab.features, *lab.pending), "output of the network")
         owners = {mode.shadows.owner(t) for t in leaves} - {None}
         self.facts.append(
             NodeFacts(
@@ -215,13 +234,15 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
+    module = copy.deepcopy(module)  # forward may write to its own parameters
     with torch.no_grad():
         named = [*module.named_parameters(), *module.named_buffers()]
-        for name, t in named:
+        for i, (name, t) in enumerate(named):
             if not mode.shadows.knows(t):
                 learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
-                mode.shadows.put(t, labels, -1)
+                mode.shadows.put(t, labels, -1 - i)
         interpreter = _Interpreter(module, mode)
         interpreter.run(*clone_tensors(tuple(inputs)))
-    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)))
+    names = tuple(name for name, _ in named)
+    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), names)

@@ -43,12 +43,16 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Labels:
-    """The slots of one tensor of the given shape."""
+    """The slots of one tensor of the given shape.
+
+    pending: feature slots that are pinned as soon as the tensor is used (it holds their indices).
+    """
 
     shape: tuple[int, ...]
     features: tuple[Tensor, ...] = ()
     fixed: tuple[Tensor, ...] = ()
     kind: Kind = Kind.DATA
+    pending: tuple[Tensor, ...] = ()
 
 
 # ------------------------------------------------------------------ hashing
@@ -128,7 +132,9 @@ def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
 def by_value(t: Tensor) -> Labels:
     """Labels of a constant: a fixed slot, equal where values are equal; none where uniform."""
     shape = tuple(t.shape)
-    if t.numel() <= 1 or t.is_complex() or t.is_quantized:
+    if t.is_complex() or t.is_quantized:
+        return Labels(shape, (), positions(shape), Kind.CONSTANT)
+    if t.numel() <= 1:
         return Labels(shape, kind=Kind.CONSTANT)
     values = narrow(t.detach().cpu())
     if values.numel() == 1:

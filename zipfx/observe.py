@@ -52,12 +52,15 @@ class Observer(nn.Module):
         if x.shape[-1] != self.whole:
             x = x.index_select(-1, self.index.to(x.device))
         x = x.reshape(-1, self.size, self.occurrences).transpose(1, 2).reshape(-1, self.size)
-        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
     def forward(self, *features: Tensor) -> None:
         """Read the K models' activations at this place."""
-        self.resolution = torch.finfo(features[0].dtype).eps
+        if features[0].is_floating_point():
+            self.resolution = torch.finfo(features[0].dtype).eps
         x = torch.cat([self._samples(f) for f in features], 1)
+        if not len(x):
+            return
         if not self.count:
             n = x.shape[1]
             self.shift = x.double().mean(0).to(x.dtype)
@@ -201,6 +204,8 @@ def observe(
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
     for name, group in of_space.items():
         for observer in group:
+            if not observer.count:
+                raise ZipError("the calibration data holds no sample: all its batches are empty")
             if (bad := observer.first_broken()) is not None:
                 raise ZipError(
                     f"activations of space {name!r} are NaN or Inf in model {bad} on the "

@@ -170,6 +170,7 @@ def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.No
     seen: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         seen[node] = graph.node_copy(node, seen.__getitem__)
+        seen[node].meta.pop(HEAD_KEY, None)
     return seen
 
 
@@ -280,8 +281,14 @@ def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     graph = twin.graph
     output = next(iter(reversed(graph.nodes)))
     output.args = (output.args[0][k],)
-    for node in reversed(graph.nodes):
-        if node.meta.get(HEAD_KEY, k) != k:
+    foreign: set[fx.Node] = set()
+    for node in graph.nodes:  # the mark of its head is lost when a module is pickled
+        path = str(node.target).split(".")
+        theirs = path[0] == HEADS and path[1] != str(k)
+        if node.meta.get(HEAD_KEY, k) != k or theirs or foreign & set(node.all_input_nodes):
+            foreign.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in foreign:
             graph.erase_node(node)
     for other in range(count):
         if other != k:

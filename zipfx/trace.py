@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.nn.utils.prune
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
@@ -42,10 +43,11 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
     """A copy of the module tree in eval mode: same parameters, own buffers, no hooks."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+            pruned = isinstance(hook, torch.nn.utils.prune.BasePruningMethod)
+            if pruned or type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
                 raise ZipError(
                     f"module {name!r} computes its weight in a hook ({type(hook).__name__}); use "
-                    "torch.nn.utils.parametrizations instead of torch.nn.utils"
+                    "torch.nn.utils.parametrizations, or make pruning permanent (prune.remove)"
                 )
     memo: dict[int, Any] = {}
     if share_parameters:

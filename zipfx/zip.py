@@ -98,6 +98,8 @@ def zip(
     if places not in PLACES:
         raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
     check_models(models)
+    if partial is not None and not isinstance(partial, str):
+        raise ZipError(f"partial is {partial!r}; give the qualified name of a module, or None")
     blind = calib_loader is None
     if blind and not (isinstance(merging, match.Identity) and repair == "none"):
         raise ZipError(
@@ -119,16 +121,19 @@ def zip(
             modules = [trace(m, tracer, None if away == home else away) for m in models]
             inputs = example_arguments(modules[0].forward, data, example_inputs, away)
             last = last_node(modules[0], partial)
-            if partial is None:
-                check_outputs(modules, inputs)
-            correspond(modules, last)
-            check_integers(modules, last)
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
             unseen = [s.name for s in analysis.spaces if not s.places]
             if unseen and not blind:
                 reason = "lies inside one node of the traced graph, where it can not be observed"
                 analysis = analysis.pin(unseen, reason)
+            if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
+                modules = [trace(m, tracer, away) for m in models]  # forward writes to them
+        with stages.stage("correspond"):
+            if partial is None:
+                check_outputs(modules, inputs)
+            correspond(modules, last)
+            check_integers(modules, last)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
@@ -204,6 +209,10 @@ def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _parameter_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters()}
 
 
 def _analyse(

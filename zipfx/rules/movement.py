@@ -42,7 +42,7 @@ def _move(call: Call, moved: list[tuple[Tensor, Labels]], *, feature: bool) -> t
         families = _tell_operands_apart(call, moved, families)
     result = []
     for family in families.values():
-        slot = narrow(_run_on(call, family))
+        slot = narrow(_run_on(call, family, feature))
         if bool(slot.any()):
             result.append(slot)
     return tuple(result)
@@ -72,7 +72,7 @@ def _tell_operands_apart(
     return {**families, frozenset({-99}): names} if names else families
 
 
-def _run_on(call: Call, family: dict[int, Tensor]) -> Tensor:
+def _run_on(call: Call, family: dict[int, Tensor], feature: bool) -> Tensor:
     def swap(a: Any) -> Any:
         if not isinstance(a, Tensor):
             return a
@@ -86,9 +86,22 @@ def _run_on(call: Call, family: dict[int, Tensor]) -> Tensor:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout")}
     if call.op is aten.constant_pad_nd.default:  # the padding is one coordinate, none if zero
         value = call.arg("value")
-        args = (*args[:2], int(as_fixed(mix([hash(float(value))]))) if value else 0)
-    moved: Tensor = call.op(*args, **kwargs)
+        args = (*args[:2], int(as_fixed(mix([hash(float(value))]))) if value and not feature else 0)
+    try:
+        moved: Tensor = call.op(*args, **kwargs)
+    except RuntimeError:  # not there for integers
+        moved = _by_index(call, family)
     return moved
+
+
+def _by_index(call: Call, family: dict[int, Tensor]) -> Tensor:
+    """Where the elements of a result come from is found by moving their numbers as floats."""
+    (t,) = {id(t): t for t in call.tensors()}.values()
+    numbers = torch.arange(1, t.numel() + 1, dtype=torch.float64).reshape(t.shape)
+    args, kwargs = tree_map(lambda a: numbers if a is t else a, (call.args, call.kwargs))
+    source = call.op(*args, **kwargs).round().long()
+    labels = family[id(t)].expand(t.shape).reshape(-1)
+    return torch.where(source > 0, labels[(source - 1).clamp(min=0)], 0)
 
 
 MOVEMENT = {

@@ -115,7 +115,8 @@ def _pool(call: Call) -> Any:
     """Local operations on the trailing dims of (N, C, ...): channels pass, pixels are new."""
     x = call.of(call.tensors()[0])
     ndim = len(x.shape)
-    spatial = set(range(2 if ndim > 2 else 1, ndim))
+    size = next(n for n in (1, 2, 3) if f"{n}d" in str(call.op))
+    spatial = set(range(ndim - size, ndim))
     x = slide(call.ledger, x, spatial)
     shape = tuple(first(call.result).shape)
     keep = {d: d for d in range(ndim) if d not in spatial}

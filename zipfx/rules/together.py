@@ -122,6 +122,7 @@ def _softmax(call: Call) -> Labels:
     dim = int(call.arg("dim")) % max(1, len(x.shape))
     if "cum" in str(call.op):
         call.ledger.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
+        x = replace(x, fixed=(*x.fixed, *positions(x.shape, [dim])))
     together(call.ledger, x, {dim})
     return x
 
@@ -173,4 +174,8 @@ def _reduce(call: Call) -> Any:
     shape = tuple(first(call.result).shape)
     fixed = [place(project(s, keep), out, ndim) for s in x.fixed if support(s) & set(keep)]
     y = Labels(shape, tuple(carried(x.features, out, ndim)), tuple(fixed), x.kind)
-    return (y,) * len(call.result) if isinstance(call.result, tuple) else y
+    if not isinstance(call.result, tuple):
+        return y
+    held = tuple(s for s in x.features if support(s) & reduced)
+    by_index = any(name in str(call.op) for name in ("max", "min", "median"))
+    return (y, *[replace(y, pending=held) if by_index else y] * (len(call.result) - 1))
