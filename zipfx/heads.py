@@ -20,7 +20,7 @@ from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
 from zipfx.group import Grouping
 from zipfx.interpret import Facts, describe
-from zipfx.labels import Ints, Kind, support, vector
+from zipfx.labels import Colour, Ints, Kind, support, vector
 from zipfx.matrices import Matching
 
 
@@ -77,6 +77,9 @@ class _Planner:
         self.at = {n: i for i, n in enumerate(self.nodes)}
         self.last = grouping.last
         self.named = {name: id(t) for name, t in named_tensors(module).items()}
+        self.colours: dict[int, list[Colour]] = {}
+        for c in facts.ledger.colours:
+            self.colours.setdefault(c.node, []).append(c)
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
         }
@@ -201,6 +204,20 @@ class _Planner:
                     return True
         return False
 
+    def _treats_alike(self, i: int) -> bool:
+        """Whether node i does the same to all features of a moved space: no constant that varies
+        along them, no operation on some of them only."""
+        component, space = self.grouping.component, self.grouping.space
+        for c in self.colours.get(i, ()):
+            met, where = np.unique(component[c.a], return_inverse=True)
+            total = np.zeros(len(met), np.uint64)
+            np.add.at(total, where, c.value)
+            for s in self.moves & set(space[met].tolist()):
+                mine = total[space[met] == s]
+                if len(mine) < self.grouping.sizes[s] or (mine != mine[0]).any():
+                    return False
+        return True
+
     def _is_merged(self, j: int, plan: HeadPlan, early: set[int]) -> bool:
         if j in plan.merged:
             return True
@@ -229,7 +246,9 @@ class _Planner:
                 return None
             if other.kind == Kind.WEIGHT and source.op != "get_attr":
                 return None
-        if all(self._passes_on(i)) or not self._whole(i) or self._crosses(i):
+        if all(self._passes_on(i)) or not self._whole(i):
+            return None
+        if self._crosses(i) or not self._treats_alike(i):
             return None
         maps: dict[int, list[AxisMap]] = {}
         for c in ledger.contractions:
