@@ -36,6 +36,7 @@ def error(expected: Any, found: Any) -> float:
     assert ours
     worst = 0.0
     for x, y in zip(ours, theirs, strict=True):
+        x, y = x.detach(), y.detach()
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         finite = x.isfinite()

@@ -13,7 +13,7 @@ from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.calibrate import BatchToArgs, calibration, example_arguments, fixed_randomness
 from zipfx.correspond import check_integers, check_models, check_outputs, correspond, last_node
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.matrices import Matching, Pairs, joined_pairs
 from zipfx.observe import PLACES, Observer, combine, observe
 from zipfx.repair import repair_batch_norm
@@ -109,7 +109,10 @@ def zip(
     if blind and example_inputs is None:
         raise ZipError("without calibration data pass example_inputs=..., to analyse the model")
     home = _device(models[0])
-    away = home if device is None else torch.device(device)
+    try:
+        away = home if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ZipError(f"device={device!r} is none: {first_line(error)}") from error
     stages = Stages(away)
     with fixed_randomness(seed), torch.no_grad():
         data = (
