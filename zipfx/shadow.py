@@ -158,7 +158,7 @@ def _cut(labels: Labels, box: dict[int, tuple[int | None, int]], g: Geometry) ->
 
 def _window(full: list[list[Tensor]], g: Geometry, kind: Kind) -> Labels:
     features, fixed = (
-        tuple(slot for f in group if bool((slot := narrow(f.as_strided(*g[:3]))).any()))
+        tuple(slot for f in group if bool((slot := narrow(f.as_strided(*g[:3])).clone()).any()))
         for group in full
     )
     return Labels(g[0], features, _distinct(fixed), kind)
