@@ -17,7 +17,7 @@ from torch import nn
 import zipfx
 from benchmarks import architectures, zoo
 
-FAMILIES = {  # number of spaces, from the published architecture
+FAMILIES = {  # number of spaces, as recorded: a guard against regressions
     "resnet18": 12, "resnet50": 37, "vgg11_bn": 10, "alexnet": 7, "squeezenet1_1": 25,
     "densenet121": 120, "mobilenet_v2": 25, "mobilenet_v3_small": 27, "mnasnet0_5": 25,
     "efficientnet_b0": 40, "googlenet": 57, "inception_v3": 94, "convnext_tiny": 22,
