@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.analyze import Analysis, run_analysis
-from zipfx.correspond import counterparts, named_tensors, same_graph, tensors_at
+from zipfx.correspond import counterparts, same_graph, tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
@@ -27,6 +27,7 @@ from zipfx.rewrite import (
     plant_unused,
 )
 from zipfx.spaces import Axis
+from zipfx.trace import named_tensors
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.trace import clone_tensors, named_tensors
 
 
 def module_paths(node: fx.Node) -> list[str]:
@@ -226,17 +227,12 @@ def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list
     return found
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by qualified name; tied ones once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) -> None:
     """Check that all models give outputs of the same shapes, as a full zip averages them."""
     shapes = []
     for k, module in enumerate(modules):
         try:
-            result = module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
+            result = module(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)])

@@ -8,20 +8,24 @@ add, a norm with its own parameters) they are restored by an explicit index_sele
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from zipfx.correspond import named_tensors, tensors_at
+from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
 from zipfx.group import Grouping
 from zipfx.interpret import Facts, describe
-from zipfx.labels import Colour, Ints, Kind, support, vector
+from zipfx.labels import Ints, Kind, support, vector
 from zipfx.matrices import Matching
+from zipfx.trace import named_tensors
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,13 @@ def plan_head(
     return _Planner(module, facts, grouping, matchings, k).plan()
 
 
+def _by_node(entries: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for node, entry in entries:
+        found.setdefault(node, []).append(entry)
+    return found
+
+
 class _Planner:
     def __init__(
         self,
@@ -77,9 +88,11 @@ class _Planner:
         self.at = {n: i for i, n in enumerate(self.nodes)}
         self.last = grouping.last
         self.named = {name: id(t) for name, t in named_tensors(module).items()}
-        self.colours: dict[int, list[Colour]] = {}
-        for c in facts.ledger.colours:
-            self.colours.setdefault(c.node, []).append(c)
+        ledger = facts.ledger
+        self.colours = _by_node((c.node, c) for c in ledger.colours)
+        self.edges = _by_node((e.node, e) for e in ledger.edges)
+        self.contractions = _by_node((c.node, c) for c in ledger.contractions)
+        self.produced = _by_node((node, ids) for ids, node in ledger.produced)
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
         }
@@ -181,7 +194,7 @@ class _Planner:
     def _passes_on(self, i: int) -> tuple[bool, bool]:
         """Whether node i hands on moved features of the trunk, and whether it makes such features
         with weights of its own (a module that runs on both sides of the cut)."""
-        made = [ids for ids, node in self.facts.ledger.produced if node == i]
+        made = self.produced.get(i, [])
         own = np.concatenate(made) if made else np.zeros(0, np.int64)
         handed_on = makes = False
         for value in self.facts.nodes[i].values:
@@ -196,12 +209,11 @@ class _Planner:
         """Whether node i brings together features that the trunk keeps apart: their unmerges differ
         (two branches that only the head adds up; a tensor and its own flip)."""
         component, space = self.grouping.component, self.grouping.space
-        for e in self.facts.ledger.edges:
-            if e.node == i:
-                a, b = component[e.a], component[e.b]
-                apart = (a != b) & (space[a] >= 0) & (space[b] >= 0)
-                if self.moves & {*space[a[apart]].tolist(), *space[b[apart]].tolist()}:
-                    return True
+        for e in self.edges.get(i, ()):
+            a, b = component[e.a], component[e.b]
+            apart = (a != b) & (space[a] >= 0) & (space[b] >= 0)
+            if self.moves & {*space[a[apart]].tolist(), *space[b[apart]].tolist()}:
+                return True
         return False
 
     def _treats_alike(self, i: int) -> bool:
@@ -236,8 +248,7 @@ class _Planner:
         node, fact = self.nodes[i], self.facts.nodes[i]
         if not merged or node.op == "output" or fact.traits & {"elementwise", "mixes"}:
             return None
-        ledger = self.facts.ledger
-        if any(e.node == i and e.weights_only for e in ledger.edges):
+        if any(e.weights_only for e in self.edges.get(i, ())):
             return None
         for source in node.all_input_nodes:
             other = self.facts.nodes[self.at[source]]
@@ -251,8 +262,8 @@ class _Planner:
         if self._crosses(i) or not self._treats_alike(i):
             return None
         maps: dict[int, list[AxisMap]] = {}
-        for c in ledger.contractions:
-            if c.node == i and self._moved(c.x):
+        for c in self.contractions.get(i, ()):
+            if self._moved(c.x):
                 found = self._columns(c.w, c.x)
                 if found is None or found[0] in refused:
                     return None

@@ -31,7 +31,7 @@ from zipfx.rules import (
     pointwise,
 )
 from zipfx.shadow import Shadows
-from zipfx.trace import CONSTANTS, clone_tensors
+from zipfx.trace import CONSTANTS, clone_tensors, named_tensors
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -236,13 +236,12 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     mode = _Mode(ledger)
     module = copy.deepcopy(module)  # forward may write to its own parameters
     with torch.no_grad():
-        named = [*module.named_parameters(), *module.named_buffers()]
-        for i, (name, t) in enumerate(named):
+        named = named_tensors(module)
+        for i, (name, t) in enumerate(named.items()):
             if not mode.shadows.knows(t):
                 learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1 - i)
         interpreter = _Interpreter(module, mode)
         interpreter.run(*clone_tensors(tuple(inputs)))
-    names = tuple(name for name, _ in named)
-    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), names)
+    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), tuple(named))

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
 from zipfx.spaces import Pinned, table
+from zipfx.trace import clone_tensors
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def count_flops(module: nn.Module, inputs: tuple[Any, ...]) -> int:
     try:
         counter = FlopCounterMode(display=False)
         with counter:
-            module(*tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs))
+            module(*clone_tensors(inputs))
     finally:
         for m, mode in modes:
             m.training = mode

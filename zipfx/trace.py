@@ -166,6 +166,11 @@ def clone_tensors(value: Any) -> Any:
     return tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by qualified name; tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module keeps running statistics that can be re-estimated."""
     return (

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.spaces import Space, SpaceMap, permute_axes, select
+from zipfx.trace import clone_tensors, named_tensors
 
 
 class _Recorder(fx.Interpreter):
@@ -33,7 +34,7 @@ class _Recorder(fx.Interpreter):
             if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
                 self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
         if n.name in self.keep:
-            self.kept[n.name] = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)
+            self.kept[n.name] = clone_tensors(value)
         return value
 
 
@@ -82,7 +83,7 @@ def failing_spaces(
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is
     orders = {name: cycle(order) for name, order in spaces.random_permutations(seed).items()}
-    tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    tensors = named_tensors(twin)
 
     bad: set[str] = set()
 
