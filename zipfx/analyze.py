@@ -6,13 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from zipfx.errors import ZipError, first_line
-from zipfx.group import Grouping, find_spaces, group
+from zipfx.group import Grouping, group
 from zipfx.interpret import Facts, interpret
 from zipfx.labels import Kind
+from zipfx.mapping import find_spaces
 from zipfx.spaces import SpaceMap
 from zipfx.trace import trace
 from zipfx.verify import failing_spaces
@@ -47,13 +49,9 @@ class Analysis:
 
     def pin(self, names: Collection[str], reason: str) -> Analysis:
         """The same analysis with the features of these spaces left where they are."""
-        start = {(name, dim): first for name, dim, first, _ in self.facts.ledger.axes}
-        held = {
-            start[axis.parameter, axis.dim] + i: reason
-            for name in names
-            for axis in self.spaces[name].axes
-            for i in axis.index.flatten().tolist()
-        }
+        chosen = [i for i, space in enumerate(self.spaces) if space.name in names]
+        of = self.grouping.space[self.grouping.vertex]
+        held = dict.fromkeys(np.flatnonzero(np.isin(of, chosen)).tolist(), reason)
         return replace(self, held={**self.held, **held})._regroup(self.grouping.last)
 
     def _regroup(self, last: int) -> Analysis:

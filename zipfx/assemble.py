@@ -26,7 +26,7 @@ from zipfx.rewrite import (
     plant,
     plant_unused,
 )
-from zipfx.spaces import Axis
+from zipfx.spaces import Axis, Space
 from zipfx.trace import named_tensors
 
 
@@ -136,9 +136,9 @@ class Assembly:
 
         return value
 
-    def _parts(self, name: str) -> list[tuple[Axis, Matching, Pairs]]:
+    def _parts(self, name: str) -> list[tuple[Space, Axis, Matching, Pairs]]:
         return [
-            (axis, *self.matched[s.name])
+            (s, axis, *self.matched[s.name])
             for s in self.analysis.spaces
             for axis in s.axes
             if axis.parameter == name
@@ -177,7 +177,8 @@ class Assembly:
             name = names[base] + axis.parameter[len(base) :]
             for i, theirs in enumerate(other.spaces):
                 if any(
-                    a.parameter == name and a.dim == axis.dim and torch.equal(a.index, axis.index)
+                    (a.parameter, a.dim, a.by) == (name, axis.dim, axis.by)
+                    and torch.equal(a.index, axis.index)
                     for a in theirs.axes
                 ):
                     found[i] = self.matched[space.name][0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zipfx.matrices import Matching, Pairs
-from zipfx.spaces import Axis, Role, Space
+from zipfx.spaces import Axis, Role, Space, by_rows
 
 
 @dataclass(frozen=True)
@@ -23,32 +23,53 @@ class AxisMap:
 
     target: (d,) int64; scale: (d,) float64. For a merged axis the scale is K / count of the merged
     feature, so that the mean over models of what arrives is M_k; for a read axis it is 1 (U_k).
+    by, parts: as in `Axis`; then d counts every part of the rows.
     """
 
     dim: int
     target: Tensor
     scale: Tensor
+    by: int = -1
+    parts: int = 1
 
     def apply(self, t: Tensor) -> Tensor:
         """Send every slice of `t` along `dim` to its target, adding up."""
+        if self.by >= 0:
+            scaled = t * self._rows(self.scale, t.shape).to(t.device)
+            index = self._rows(self.target % t.shape[self.dim], t.shape).to(t.device)
+            return torch.zeros_like(scaled).scatter_add_(self.dim, index, scaled)
         shape = [1] * t.ndim
         shape[self.dim] = -1
         scaled = t * self.scale.to(t.device).reshape(shape)
         out = torch.zeros_like(scaled)
         return out.index_add_(self.dim, self.target.to(t.device), scaled)
 
+    def _rows(self, values: Tensor, shape: torch.Size) -> Tensor:
+        return by_rows(values, self.dim, self.by, self.parts, shape)
+
 
 def axis_map(
-    size: int, dim: int, merges: Sequence[tuple[Tensor, Tensor, Tensor | None]]
+    size: int,
+    dim: int,
+    merges: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    by: int = -1,
+    parts: int = 1,
 ) -> AxisMap:
-    """The map of one axis; merges: (index table, merged feature of each row, scale or None)."""
+    """The map of one axis; merges: (index table, merged feature of each row, scale or None).
+
+    They are done one after the other: blocks move first, then features inside their new blocks.
+    """
     target = torch.arange(size)
     scale = torch.ones(size, dtype=torch.float64)
     for index, assigned, weight in merges:
-        target[index] = index[assigned]
         if weight is not None:
-            scale[index] = weight[:, None].expand(index.shape)
-    return AxisMap(dim, target, scale)
+            here = torch.ones(size, dtype=torch.float64)
+            here[index] = weight[:, None].expand(index.shape)
+            scale *= here[target]
+        move = torch.arange(size)
+        move[index] = index[assigned]
+        target = move[target]
+    return AxisMap(dim, target, scale, by, parts)
 
 
 def plan(
@@ -58,19 +79,22 @@ def plan(
     models: int,
 ) -> dict[str, list[list[AxisMap]]]:
     """For every parameter that a space touches: for each model, the maps of its axes."""
-    found: dict[tuple[str, int], list[tuple[Axis, Matching]]] = {}
+    found: dict[tuple[str, int, int], list[tuple[Axis, Matching]]] = {}
     for space in spaces:
         for axis in space.axes:
-            found.setdefault((axis.parameter, axis.dim), []).append((axis, matchings[space.name]))
+            key = axis.parameter, axis.dim, -axis.parts  # parts of the rows before the rows move
+            found.setdefault(key, []).append((axis, matchings[space.name]))
     maps: dict[str, list[list[AxisMap]]] = {}
-    for (name, dim), parts in found.items():
+    for name, dim, parts in sorted(found, key=lambda key: key[2]):
+        group = found[name, dim, parts]
         rows = maps.setdefault(name, [[] for _ in range(models)])
+        size, by = shapes[name][dim] * -parts, group[0][0].by
         for k in range(models):
             merges = [
                 (axis.index, m.of(k), None if axis.role == Role.CONSUMES else _share(m, k, models))
-                for axis, m in parts
+                for axis, m in group
             ]
-            rows[k].append(axis_map(shapes[name][dim], dim, merges))
+            rows[k].append(axis_map(size, dim, merges, by, -parts))
     return maps
 
 
@@ -97,7 +121,7 @@ def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[AxisMap]]) -> Tensor
 
 
 def fuse_variance(
-    tensors: Sequence[Tensor], parts: Sequence[tuple[Axis, Matching, Pairs]]
+    tensors: Sequence[Tensor], parts: Sequence[tuple[Space, Axis, Matching, Pairs]]
 ) -> Tensor:
     """Running variance of merged features, diag(M Sigma M^T) (design, section 3).
 
@@ -105,8 +129,14 @@ def fuse_variance(
     observed covariance, which may be of another place of the space.
     """
     std = [t.detach().double().clamp(min=0).sqrt().cpu() for t in tensors]
+    blocks = [(axis, m) for space, axis, m, _ in parts if space.of_blocks]
+    for k, t in enumerate(std):
+        merges = [(axis.index, m.of(k), None) for axis, m in blocks]
+        std[k] = axis_map(len(t), 0, merges).apply(t)
     result = torch.stack(std).mean(0).square()
-    for axis, matching, pairs in parts:
+    for space, axis, matching, pairs in parts:
+        if space.of_blocks:
+            continue
         groups, counts = matching.assignment, matching.counts.double()
         for where in axis.index.T:
             s = torch.cat([t[where] for t in std])

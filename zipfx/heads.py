@@ -8,7 +8,7 @@ add, a norm with its own parameters) they are restored by an explicit index_sele
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
-from zipfx.group import Grouping
+from zipfx.group import Flags, Grouping
 from zipfx.interpret import Facts, describe
-from zipfx.labels import Ints, Kind, support, vector
+from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching
 from zipfx.trace import named_tensors
 
@@ -92,6 +92,7 @@ class _Planner:
         self.colours = _by_node((c.node, c) for c in ledger.colours)
         self.edges = _by_node((e.node, e) for e in ledger.edges)
         self.contractions = _by_node((c.node, c) for c in ledger.contractions)
+        self.members = _by_node((m.node, m) for m in ledger.members)
         self.produced = _by_node((node, ids) for ids, node in ledger.produced)
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
@@ -184,10 +185,9 @@ class _Planner:
     def _whole(self, i: int) -> bool:
         """Whether the results of node i hold moved spaces whole, so that U can come after it."""
         for value in self.facts.nodes[i].values:
-            for slot in value.features:
-                labels = vector(slot, *sorted(support(slot))).numpy()
-                tables = {s for s, _ in self.grouping.tables(labels)}
-                if not self._moved(labels) <= tables:
+            for _, slots in overlapping(value.features):
+                tables = {s for s, _ in self.grouping.tables(*slots)}
+                if not {s for labels in slots for s in self._moved(labels)} <= tables:
                     return False
         return True
 
@@ -208,27 +208,33 @@ class _Planner:
     def _crosses(self, i: int) -> bool:
         """Whether node i brings together features that the trunk keeps apart: their unmerges differ
         (two branches that only the head adds up; a tensor and its own flip)."""
-        component, space = self.grouping.component, self.grouping.space
-        for e in self.edges.get(i, ()):
-            a, b = component[e.a], component[e.b]
-            apart = (a != b) & (space[a] >= 0) & (space[b] >= 0)
-            if self.moves & {*space[a[apart]].tolist(), *space[b[apart]].tolist()}:
+        vertex = self.grouping.vertex
+        for e in (*self.edges.get(i, ()), *self.members.get(i, ())):
+            apart = vertex[e.a] != vertex[e.b]
+            if self._moved(e.a[apart]) and self._moved(e.b[apart]):
                 return True
         return False
 
     def _treats_alike(self, i: int) -> bool:
         """Whether node i does the same to all features of a moved space: no constant that varies
         along them, no operation on some of them only."""
-        component, space = self.grouping.component, self.grouping.space
+        vertex, kind = self.grouping.vertex, self.grouping.kind
         for c in self.colours.get(i, ()):
-            met, where = np.unique(component[c.a], return_inverse=True)
+            met, where = np.unique(vertex[c.a], return_inverse=True)
             total = np.zeros(len(met), np.uint64)
             np.add.at(total, where, c.value)
-            for s in self.moves & set(space[met].tolist()):
-                mine = total[space[met] == s]
-                if len(mine) < self.grouping.sizes[s] or (mine != mine[0]).any():
+            for one in np.unique(kind[met[self._is_moved(met)]]):
+                mine = total[kind[met] == one]
+                if len(mine) < np.count_nonzero(kind == one) or (mine != mine[0]).any():
                     return False
         return True
+
+    def _is_moved(self, vertices: Ints) -> Flags:
+        """Which vertices the merge moves."""
+        starts, moved = self.grouping.starts, np.isin(self.grouping.moved_space, [*self.moves])
+        total = np.concatenate([[0], np.cumsum(moved)])
+        found: Flags = total[starts[vertices + 1]] > total[starts[vertices]]
+        return found
 
     def _is_merged(self, j: int, plan: HeadPlan, early: set[int]) -> bool:
         if j in plan.merged:
@@ -263,27 +269,37 @@ class _Planner:
             return None
         maps: dict[int, list[AxisMap]] = {}
         for c in self.contractions.get(i, ()):
-            if self._moved(c.x):
+            if any(self._moved(x) for x in c.x):
                 found = self._columns(c.w, c.x)
                 if found is None or found[0] in refused:
                     return None
                 maps.setdefault(found[0], []).append(found[1])
         return maps
 
-    def _columns(self, w: Ints, x: Ints) -> tuple[int, AxisMap] | None:
+    def _columns(self, w: Ints, x: Sequence[Ints]) -> tuple[int, AxisMap] | None:
         """The unmerge of the axis with labels w, which reads the features x: (weight id, map)."""
-        for name, dim, start, size in self.facts.ledger.axes:
-            if start <= w[0] < start + size:
-                if len(w) != size or (w != np.arange(start, start + size)).any():
+        for axis in self.facts.ledger.axes:
+            if axis.start <= w[0] < axis.stop:
+                if (
+                    len(w) != axis.stop - axis.start
+                    or (w != np.arange(axis.start, axis.stop)).any()
+                ):
                     return None
-                return self.named[name], self._unmerge_map(x, size, dim)
+                found = self._unmerge_map(x, len(w), axis.dim, axis.by, axis.parts)
+                part = torch.arange(len(w)) // axis.size
+                if axis.by >= 0 and not torch.equal(found.target // axis.size, part):
+                    return None  # whole groups have moved, but the rows of a head have not
+                return self.named[axis.name], found
         return None
 
-    def _unmerge_map(self, labels: Ints, size: int, dim: int) -> AxisMap:
+    def _unmerge_map(
+        self, labels: Sequence[Ints], size: int, dim: int, by: int = -1, parts: int = 1
+    ) -> AxisMap:
         merges = [
-            (index, self.matchings[s].of(self.k), None) for s, index in self.grouping.tables(labels)
+            (index, self.matchings[s].of(self.k), None)
+            for s, index in self.grouping.tables(*labels)
         ]
-        return axis_map(size, dim, merges)
+        return axis_map(size, dim, merges, by, parts)
 
     def _restore(self, j: int, i: int, plan: HeadPlan) -> None:
         fact = self.facts.nodes[j]
@@ -293,11 +309,9 @@ class _Planner:
                 f"{describe(self.nodes[i])} across the cut; choose another module for partial="
             )
         unmerges = []
-        for slot in fact.values[0].features:
-            dims = tuple(sorted(support(slot)))
-            labels = vector(slot, *dims).numpy()
-            if self._moved(labels):
-                target = self._unmerge_map(labels, len(labels), 0).target
+        for dims, slots in overlapping(fact.values[0].features):
+            if any(self._moved(labels) for labels in slots):
+                target = self._unmerge_map(slots, len(slots[0]), 0).target
                 unmerges.append(Unmerge(dims, target))
         plan.restored[j] = unmerges
         plan.edges.add((j, i))

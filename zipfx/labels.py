@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,23 @@ def vector(slot: Tensor, *dims: int) -> Tensor:
     return slot.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1)
 
 
+def overlapping(slots: Sequence[Tensor]) -> list[tuple[tuple[int, ...], list[Ints]]]:
+    """Slots that share dimensions, together: (dimensions, their labels flattened along these)."""
+    groups: list[tuple[set[int], list[Tensor]]] = []
+    for slot in slots:
+        dims, members = set(support(slot)), [slot]
+        for other in [g for g in groups if g[0] & dims]:
+            groups.remove(other)
+            dims, members = dims | other[0], [*other[1], *members]
+        groups.append((dims, members))
+    found = []
+    for dims, members in groups:
+        order = tuple(sorted(dims))
+        shape = torch.broadcast_shapes(*(s.shape for s in members))
+        found.append((order, [vector(s.expand(shape), *order).numpy() for s in members]))
+    return found
+
+
 def position(shape: Sequence[int], dim: int) -> Tensor:
     """A fixed slot: the index along one dimension."""
     return place(-1 - torch.arange(shape[dim]), {0: dim}, len(shape))
@@ -166,12 +183,51 @@ class Colour:
 
 
 @dataclass(frozen=True)
+class Member:
+    """Feature a[i] belongs to block b[i], `times[i]` times over.
+
+    A block is whatever can only be exchanged as a whole: the features of an attention head, of a
+    convolution group, of a norm group. It is a label like any other.
+    """
+
+    a: Ints
+    b: Ints
+    times: Ints
+    node: int
+
+
+@dataclass(frozen=True)
 class Contraction:
-    """A weight read features: label w[i] met data label x[i] (0: no feature) and was summed."""
+    """A weight read features: label w[i] met the data labels x[i] (0: none) and was summed.
+
+    x: one row per slot of the data; where there are several, they tell a feature only together.
+    """
 
     w: Ints
-    x: Ints
+    x: tuple[Ints, ...]
     node: int
+
+
+@dataclass(frozen=True)
+class AxisLabels:
+    """Labels start, start + 1, ... are the indices of one dimension of one parameter.
+
+    by: where every part of the rows (one of `parts` equal parts of dimension `by`) has features of
+    its own along `dim`, as a grouped convolution has: then there are parts x size labels. base: the
+    first label of the same dimension as a whole.
+    """
+
+    name: str
+    dim: int
+    start: int
+    size: int
+    by: int = -1
+    parts: int = 1
+    base: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parts * self.size
 
 
 @dataclass
@@ -180,11 +236,13 @@ class Ledger:
 
     node: int = 0
     where: str = ""
-    axes: list[tuple[str, int, int, int]] = field(default_factory=list)  # name, dim, start, size
+    axes: list[AxisLabels] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
     colours: list[Colour] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     produced: list[tuple[Ints, int]] = field(default_factory=list)
+    bilinear: list[tuple[Ints, int]] = field(default_factory=list)
     blocks: list[tuple[Ints, int, str]] = field(default_factory=list)
     variances: set[tuple[str, int]] = field(default_factory=set)
     alive: list[tuple[Ints, int]] = field(default_factory=list)
@@ -192,6 +250,8 @@ class Ledger:
     size: int = 1  # label 0 is "none"
     _unique: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _seen: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _blocks: dict[tuple[int, frozenset[int]], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _parted: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def trait(self, name: str) -> None:
         """Say of the current node: 'elementwise' (a weight met features one to one), 'mixes'."""
@@ -202,10 +262,71 @@ class Ledger:
         slots = []
         for d, n in enumerate(t.shape):
             if n > 1:
-                self.axes.append((name, d, self.size, n))
-                slots.append(place(torch.arange(self.size, self.size + n), {0: d}, t.ndim))
-                self.size += n
+                self.axes.append(AxisLabels(name, d, self.size, n))
+                slots.append(place(self._fresh(n), {0: d}, t.ndim))
         return Labels(tuple(t.shape), tuple(slots), kind=Kind.WEIGHT)
+
+    def _fresh(self, n: int) -> Tensor:
+        self.size += n
+        return torch.arange(self.size - n, self.size)
+
+    def parted(self, slot: Tensor, dim: int, by: Tensor, parts: int) -> Tensor | None:
+        """Labels (parts, n) of an axis that has features of its own in every part of the rows.
+
+        slot: the n labels of the axis, varying along `dim` only; by: those of the axis of the rows.
+        None where they are not the axes of one parameter as they are.
+        """
+        axis, rows = self._axis(slot), self._axis(by)
+        if axis is None or rows is None or axis.name != rows.name or axis.dim == rows.dim:
+            return None
+        key = axis.start, rows.dim, parts
+        if key not in self._parted:
+            self._parted[key] = self.size
+            self.axes.append(
+                replace(axis, start=self.size, by=rows.dim, parts=parts, base=axis.start)
+            )
+            self._fresh(parts * axis.size)
+        start = self._parted[key]
+        return torch.arange(start, start + parts * axis.size).reshape(parts, axis.size)
+
+    def _axis(self, slot: Tensor) -> AxisLabels | None:
+        """The axis that a slot is, whole and in order."""
+        ids = slot.reshape(-1)
+        for axis in self.axes:
+            if axis.start == int(ids[0]) and axis.by < 0 and axis.size == len(ids):
+                whole = torch.arange(axis.start, axis.stop)
+                return axis if torch.equal(ids, whole) else None
+        return None
+
+    def relate(self, a: Tensor, b: Tensor, *, weights_only: bool = False) -> tuple[Tensor, ...]:
+        """Two slots of one tensor: where their labels go one to one they are one feature, else the
+        finer belongs to the coarser. Returns the slots that are needed to tell all features.
+        """
+        if a is b:
+            return (a,)
+        u, v = broadcast(a, b)
+        mask = (u > 0) & (v > 0)
+        x, y = u[mask].numpy(), v[mask].numpy()
+        codes = np.unique(x * np.int64(self.size) + y)
+        x, y = codes // self.size, codes % self.size
+        _, of_x, many_x = np.unique(x, return_inverse=True, return_counts=True)
+        _, of_y, many_y = np.unique(y, return_inverse=True, return_counts=True)
+        few_x, few_y = many_x[of_x] == 1, many_y[of_y] == 1
+        same = few_x & few_y
+        new = same & (x != y)
+        if new.any():
+            self.edges.append(Edge(x[new], y[new], self.node, weights_only))
+        if not same.all():
+            # the finer label has one partner, the coarser many; where both have many, either way
+            fine = np.where(few_x, x, y)[~same], np.where(few_x, y, x)[~same]
+            self.members.append(Member(*fine, np.ones(len(fine[0]), np.int64), self.node))
+        if a.shape == b.shape and same.all():
+            return (torch.where(a > 0, a, b),)
+        if few_x.all() and bool(((u > 0) | (v <= 0)).all()):
+            return (a,)
+        if few_y.all() and bool(((v > 0) | (u <= 0)).all()):
+            return (b,)
+        return a, b
 
     def unify(self, a: Tensor, b: Tensor, *, weights_only: bool) -> Tensor:
         """Make the features of two slots one, elementwise after broadcasting; return the union."""
@@ -214,9 +335,44 @@ class Ledger:
         u, v = broadcast(a, b)
         both = (u > 0) & (v > 0) & (u != v)
         if bool(both.any()):
-            pairs = torch.unique(torch.stack([u[both], v[both]]), dim=1).numpy()
-            self.edges.append(Edge(pairs[0], pairs[1], self.node, weights_only))
+            codes = torch.unique(u[both] * self.size + v[both]).numpy()
+            edge = Edge(codes // self.size, codes % self.size, self.node, weights_only)
+            self.edges.append(edge)
         return torch.where(u > 0, u, v)
+
+    def block(self, slot: Tensor, dims: Iterable[int]) -> Tensor:
+        """What is taken together over `dims`, symmetrically: one block per index along the rest.
+
+        Returns the slot of the blocks, which no longer varies along `dims`.
+        """
+        along = support(slot) & set(dims)
+        rest = sorted(support(slot) - along)
+        if not along:
+            return slot
+        if not rest:
+            return torch.zeros([1] * slot.ndim, dtype=torch.int64)
+        self.trait("mixes")
+        key = id(slot), along
+        if key not in self._blocks:
+            self._blocks[key] = slot, self._new_blocks(slot, rest)
+        return self._blocks[key][1]
+
+    def _new_blocks(self, slot: Tensor, rest: list[int]) -> Tensor:
+        shape = [n if d in rest else 1 for d, n in enumerate(slot.shape)]
+        rows = slot.permute([*rest, *(d for d in range(slot.ndim) if d not in rest)])
+        flat = rows.reshape(math.prod(shape), -1).numpy()
+        hashed = mix(flat)
+        hashed[flat == 0] = 0
+        _, first, row = np.unique(
+            hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
+        )
+        flat = flat[first]
+        ids = self._fresh(len(first)).numpy()
+        ids = np.where((flat > 0).any(-1), ids, 0)
+        codes = (flat * np.int64(self.size) + ids[:, None])[(flat > 0) & (ids > 0)[:, None]]
+        codes, times = np.unique(codes, return_counts=True)
+        self.members.append(Member(codes // self.size, codes % self.size, times, self.node))
+        return narrow(torch.from_numpy(ids[row]).reshape(shape))
 
     def colour(self, features: Tensor, values: Hashes | Tensor, reason: str = "") -> None:
         """Give feature labels (0: skip) the coordinate `values`, of the same shape."""

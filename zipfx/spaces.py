@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,12 +27,19 @@ class Axis:
 
     index: (size, occurrences) int64; row j lists the indices that carry feature j, in an order
     that is the same for all features (a flatten of C x H x W gives H * W occurrences).
+
+    A grouped convolution reads other features with every part of its rows. There, with `by` the
+    dimension of the rows and `parts` their number, the index part * (length of dim) + i stands for
+    index i in that part of the rows. implied: moving the rows does it all (whole groups move).
     """
 
     parameter: str
     dim: int
     role: Role
     index: Tensor
+    by: int = -1
+    parts: int = 1
+    implied: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Place:
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
     dimensions along which features of other spaces lie; source: whether the values of the last read
-    were made here, before their activation.
+    were made here, before their activation; own: of a space of blocks: whether the values are those
+    of the blocks themselves (attention scores), not those of the features inside.
     """
 
     node: str
@@ -51,14 +59,28 @@ class Place:
     read: bool
     blurred: tuple[int, ...] = ()
     source: bool = False
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class Block:
+    """The blocks of the space named `space`: row i of index (blocks, n) int64 lists the features
+    that move with block i, in an order that is the same for all blocks."""
+
+    space: str
+    index: Tensor
 
 
 @dataclass(frozen=True)
 class Space:
     """A feature space: `size` features that are exchangeable with one another.
 
-    tied: a parameter both makes and reads these features (a tied embedding), so that only
-    matchings with one feature of each model in each group keep it exact.
+    blocks: sizes of the runs of features inside which they may be exchanged (the heads of an
+    attention layer, the groups of a convolution); () for no limit. within: the spaces of those
+    blocks, outermost first. of_blocks: the features are such blocks, matched one to one. tied: a
+    parameter both makes and reads these features (a tied embedding), or they are multiplied with
+    one another and summed (queries and keys), so that only matchings with one feature of each model
+    in each group keep it exact.
     """
 
     name: str
@@ -67,6 +89,8 @@ class Space:
     places: tuple[Place, ...] = ()
     tied: bool = False
     blocks: tuple[int, ...] = ()
+    within: tuple[Block, ...] = ()
+    of_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,9 +134,18 @@ class SpaceMap:
         raise KeyError(name)
 
     def random_permutations(self, seed: int = 0) -> dict[str, Tensor]:
-        """One random permutation (size,) int64 for every space, from a generator of its own."""
+        """One random permutation (size,) int64 for every space, from a generator of its own.
+
+        Features of a space with blocks stay inside their block; the blocks themselves are another
+        space.
+        """
         generator = torch.Generator().manual_seed(seed)
-        return {s.name: torch.randperm(s.size, generator=generator) for s in self.spaces}
+        found = {}
+        for s in self.spaces:
+            parts = [torch.randperm(n, generator=generator) for n in s.blocks or (s.size,)]
+            starts = [sum(s.blocks[:i]) for i in range(len(parts))]
+            found[s.name] = torch.cat([p + at for p, at in zip(parts, starts, strict=True)])
+        return found
 
     def permuted(self, model: nn.Module, permutations: Mapping[str, Tensor]) -> nn.Module:
         """A copy of `model` whose features are reordered; it computes the same function.
@@ -156,11 +189,36 @@ def permute_axes(tensors: Mapping[str, Tensor], space: Space, order: Tensor) -> 
             f"space {space.name!r} has {space.size} features; the permutation given for it is no "
             f"permutation of 0..{space.size - 1} (shape {tuple(order.shape)})"
         )
+    if space.blocks:
+        block = torch.arange(len(space.blocks)).repeat_interleave(torch.tensor(space.blocks))
+        if not torch.equal(block[order], block):
+            raise ZipError(
+                f"space {space.name!r} has blocks of {space.blocks} features; the permutation "
+                "given for it moves features from one block to another (whole blocks are a space "
+                f"of their own: {[b.space for b in space.within]})"
+            )
     for axis in space.axes:
+        if axis.implied:
+            continue
         t = tensors[axis.parameter]
-        source = torch.arange(t.shape[axis.dim])
+        source = torch.arange(t.shape[axis.dim] * axis.parts)
         source[axis.index.flatten()] = axis.index[order].flatten()
-        t.copy_(t.index_select(axis.dim, source.to(t.device)))
+        if axis.by < 0:
+            t.copy_(t.index_select(axis.dim, source.to(t.device)))
+        else:
+            index = source % t.shape[axis.dim]
+            rows = by_rows(index, axis.dim, axis.by, axis.parts, t.shape)
+            t.copy_(t.gather(axis.dim, rows.to(t.device)))
+
+
+def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int]) -> Tensor:
+    """One value (parts * length,) for every index of `dim` in every part of the rows (dimension
+    `by`), expanded to the shape of the parameter."""
+    found = values.reshape(parts, shape[dim]).repeat_interleave(shape[by] // parts, 0)
+    found = found if by < dim else found.T
+    return found.reshape([n if d in (by, dim) else 1 for d, n in enumerate(shape)]).expand(
+        tuple(shape)
+    )
 
 
 def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:

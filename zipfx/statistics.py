@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,19 @@ class Statistics:
                 f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
                 f"{_ASYMMETRY:g} is accepted)"
             )
+
+    def select(self, index: Tensor, sizes: tuple[int, ...]) -> Statistics:
+        """The statistics of some of the features, index (n,) int64, in this order.
+
+        >>> statistics = Statistics(9, torch.zeros(2, dtype=torch.float64),
+        ...                         torch.tensor([[4.0, 2.0], [2.0, 1.0]]).double(), (1, 1))
+        >>> statistics.select(torch.tensor([1, 0]), (1, 1)).covariance
+        tensor([[1., 2.],
+                [2., 4.]], dtype=torch.float64)
+        """
+        index = index.to(self.mean.device)
+        covariance = self.covariance[index[:, None], index]
+        return replace(self, mean=self.mean[index], covariance=covariance, sizes=sizes)
 
     @property
     def constant(self) -> Tensor:

@@ -82,7 +82,8 @@ def failing_spaces(
     before, eps = _run(twin, inputs, keep)
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is
-    orders = {name: cycle(order) for name, order in spaces.random_permutations(seed).items()}
+    drawn = spaces.random_permutations(seed)
+    orders = {space.name: cycle(drawn[space.name], space.blocks) for space in spaces}
     tensors = named_tensors(twin)
 
     bad: set[str] = set()
@@ -117,10 +118,11 @@ def failing_spaces(
     return bad
 
 
-def cycle(order: Tensor) -> Tensor:
-    """The permutation that sends every entry of `order` to the next one."""
+def cycle(order: Tensor, blocks: Sequence[int] = ()) -> Tensor:
+    """The permutation that sends every entry of `order` to the next one (of its block)."""
     result = torch.empty_like(order)
-    result[order] = order.roll(-1)
+    for part in order.split(list(blocks) or len(order)):
+        result[part] = part.roll(-1)
     return result
 
 

@@ -14,12 +14,11 @@ from zipfx.assemble import Assembly
 from zipfx.calibrate import BatchToArgs, calibration, example_arguments, fixed_randomness
 from zipfx.correspond import check_integers, check_models, check_outputs, correspond, last_node
 from zipfx.errors import ZipError, first_line
-from zipfx.matrices import Matching, Pairs, joined_pairs
-from zipfx.observe import PLACES, Observer, combine, observe
+from zipfx.observe import PLACES, combine, observe
+from zipfx.pairing import match_spaces, observed
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
-from zipfx.spaces import Space
 from zipfx.trace import is_batch_norm, trace
 
 REPAIRS = ("none", "bn")
@@ -126,9 +125,10 @@ def zip(
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
-            unseen = [s.name for s in analysis.spaces if not s.places]
-            if unseen and not blind:
-                reason = "lies inside one node of the traced graph, where it can not be observed"
+            reason = "lies inside one node of the traced graph, where it can not be observed"
+            while not blind and (
+                unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
+            ):
                 analysis = analysis.pin(unseen, reason)
             if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
                 modules = [trace(m, tracer, away) for m in models]  # forward writes to them
@@ -143,7 +143,7 @@ def zip(
                 if data is None
                 else observe(
                     modules,
-                    analysis.spaces,
+                    observed(tuple(analysis.spaces)),
                     data,
                     progress=progress,
                     choose=PLACES[places],
@@ -151,10 +151,8 @@ def zip(
                 )
             )
         with stages.stage("match"):
-            matched = {
-                s.name: _match(merging, s, observers.pop(s.name, None), len(models))
-                for s in analysis.spaces
-            }
+            take = None if blind else lambda name: combine(observers.pop(name))
+            matched = match_spaces(merging, tuple(analysis.spaces), take, len(models))
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
@@ -231,23 +229,3 @@ def _writes_inputs(analysis: Analysis) -> bool:
     nodes = list(analysis.module.graph.nodes)
     inputs = {i for i, n in enumerate(nodes) if n.op == "placeholder"}
     return any(inputs & fact.writes for fact in analysis.facts.nodes)
-
-
-def _match(
-    matcher: match.Matcher, space: Space, observers: Sequence[Observer] | None, models: int
-) -> tuple[Matching, Pairs]:
-    if observers is None:
-        sizes = (space.size,) * models
-        found = Matching(torch.arange(space.size).repeat(models), sizes, space.size)
-        return found, joined_pairs(found, None)
-    statistics = combine(observers)
-    try:
-        found = matcher(statistics, space.size, across_only=space.tied)
-    except ZipError as error:
-        raise ZipError(f"space {space.name!r} ({space.size} features): {error}") from error
-    if found.merged != space.size or found.sizes != statistics.sizes:
-        raise ZipError(
-            f"the matcher gave {found.merged} merged features from {found.sizes} for space "
-            f"{space.name!r}, which needs {space.size} from {statistics.sizes}"
-        )
-    return found, joined_pairs(found, statistics)

@@ -8,63 +8,78 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Contraction, Kind, Labels, Ledger, broadcast, project, support, vector
+from zipfx.labels import Contraction, Kind, Labels, Ledger, broadcast, place, project, support
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.pointwise import join
+from zipfx.rules.pointwise import combine, join, meet
 
 
-def contract(ledger: Ledger, x: Labels, kx: int, w: Labels, kw: int) -> tuple[Labels, Labels]:
-    """Dimension kx of x is multiplied with kw of w and summed: one feature space, read by w.
+def contract(
+    ledger: Ledger, x: Labels, w: Labels, dims: tuple[dict[int, int], dict[int, int]], k: int
+) -> Labels:
+    """x times w, summed over k: a pointwise product in a common frame, then a symmetric sum.
 
-    Returns x and w with features that share the summed axis with others made into blocks.
+    dims: where the dimensions of x and of w lie in the frame. Returns labels in the frame, which
+    no longer vary along k.
     """
-    x, w = _blocks(ledger, x, kx, w, kw), _blocks(ledger, w, kw, x, kx)
-    vx, vw = (
-        [vector(s, k) for s in lab.features if support(s) == {k}] for lab, k in ((x, kx), (w, kw))
-    )
-    for lab, k, other in ((x, kx, vw), (w, kw, vx)):
+    ndim = 1 + max(*dims[0].values(), *dims[1].values())
+    shape = [1] * ndim
+    framed = []
+    for lab, at in zip((x, w), dims, strict=True):
+        for d, to in at.items():
+            shape[to] = max(shape[to], lab.shape[d])
+        features, fixed = (
+            tuple(place(s, at, ndim) for s in slots) for slots in (lab.features, lab.fixed)
+        )
+        framed.append(replace(lab, shape=tuple(shape), features=features, fixed=fixed))
+    left, right = framed
+    shared = set(dims[0].values()) & set(dims[1].values())
+    for lab, other in ((left, right), (right, left)):
         for slot in lab.fixed:
             if k in support(slot):
-                seen = vector(project(slot, [k]), k)
-                for v in other:
-                    ledger.colour(v, seen)
-    if len(vx) > 1 or len(vw) > 1:
-        ledger.pin([*vx, *vw], "features of several axes on one axis")
-        return x, w
-    _note_reading(ledger, (x, vx), (w, vw))
-    if vx and vw:
-        ledger.unify(vx[0], vw[0], weights_only=False)
-    return x, w
+                seen = project(slot, support(slot) & shared)
+                for f in other.features:
+                    if k in support(f):
+                        ledger.colour(*broadcast(f, seen))
+    _note_reading(ledger, left, right, k)
+    slots = _product(ledger, left, right)
+    kept = [ledger.block(s, {k}) if k in support(s) else s for s in slots]
+    shape[k] = 1
+    return Labels(
+        tuple(shape),
+        combine(ledger, [s for s in kept if support(s)]),
+        tuple(s for lab in framed for s in lab.fixed if k not in support(s) and support(s)),
+        max(x.kind, w.kind),
+    )
 
 
-def _blocks(ledger: Ledger, lab: Labels, k: int, other: Labels, ko: int) -> Labels:
-    """Features that vary along k and elsewhere: a sum over k sees each block, or each slice.
-
-    Where the other operand is a weight read along k, it reads the same k in every slice.
-    """
-    reason = "an operation sums over a part of the features: blocks keep their inner order"
-    sliced = other.kind == Kind.WEIGHT and any(support(s) == {ko} for s in other.features)
-    slots = []
-    for s in lab.features:
-        if k in support(s) and support(s) != {k}:
-            s = ledger.collapse(s, support(s) - {k} if sliced else {k}, reason)
-        slots.append(s)
-    return replace(lab, features=tuple(s for s in slots if support(s)))
+def _product(ledger: Ledger, left: Labels, right: Labels) -> list[Tensor]:
+    """The slots of a product; a weight that meets data here is read, not elementwise."""
+    had = "elementwise" in ledger.traits.get(ledger.node, ())
+    slots = [(s, left.kind) for s in left.features]
+    slots = meet(ledger, slots, right.features, right.kind)
+    if not had:
+        ledger.traits.get(ledger.node, set()).discard("elementwise")
+    return [s for s, _ in slots]
 
 
-def _note_reading(
-    ledger: Ledger, x: tuple[Labels, list[Tensor]], w: tuple[Labels, list[Tensor]]
-) -> None:
-    (weight, read), (other, met) = (w, x) if w[0].kind == Kind.WEIGHT else (x, w)
+def _note_reading(ledger: Ledger, left: Labels, right: Labels, k: int) -> None:
+    weight, other = (right, left) if right.kind == Kind.WEIGHT else (left, right)
+    read, met = ([s for s in lab.features if k in support(s)] for lab in (weight, other))
     if weight.kind != Kind.WEIGHT:
         ledger.trait("mixes")  # two activations, as in attention
+        ledger.bilinear.extend((torch.unique(s).numpy(), ledger.node) for s in (*read, *met))
     elif other.kind == Kind.WEIGHT:  # the right factor is applied first: the left one reads
-        ids = (x[1] or [torch.zeros(1, dtype=torch.int64)])[0].numpy()
-        ledger.contractions.append(Contraction(ids, ids * 0, -1))
+        ids = (met or [torch.zeros(1, dtype=torch.int64)])[0].reshape(-1).numpy()
+        ledger.contractions.append(Contraction(ids, (ids * 0,), -1))
     elif read or met:
-        one = torch.zeros(1, dtype=torch.int64)
-        pair = broadcast((read or [one])[0], (met or [one])[0])
-        ledger.contractions.append(Contraction(pair[0].numpy(), pair[1].numpy(), ledger.node))
+        note_reading(ledger, (read or [torch.zeros(1, dtype=torch.int64)])[0], met)
+
+
+def note_reading(ledger: Ledger, read: Tensor, met: Sequence[Tensor]) -> None:
+    """A weight with labels `read` along its axis reads data with the slots `met`."""
+    shape = torch.broadcast_shapes(read.shape, *(s.shape for s in met))
+    flat = [s.expand(shape).reshape(-1).numpy() for s in (read, *met)]
+    ledger.contractions.append(Contraction(flat[0], tuple(flat[1:]), ledger.node))
 
 
 def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
@@ -75,19 +90,20 @@ def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> No
 
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
     """x (..., k) times w (k at dim kw of two) gives (..., n)."""
-    ledger, ndim = call.ledger, len(x.shape)
-    x, w = contract(ledger, x, ndim - 1, w, kw)
-    keep = {d: d for d in range(ndim - 1)}
-    made = carried(w.features, {1 - kw: ndim - 1}, ndim)
-    produce(ledger, w, x, made)
-    shape = tuple(first(call.result).shape)
-    product = Labels(
-        shape,
-        (*carried(x.features, keep, ndim), *made),
-        (*carried(x.fixed, keep, ndim), *carried(w.fixed, {1 - kw: ndim - 1}, ndim)),
-        max(x.kind, w.kind),
+    ledger, n = call.ledger, len(x.shape) - 1
+    produce(ledger, w, x, [s for s in w.features if support(s) == {1 - kw}])
+    # the frame is (..., n, k)
+    product = contract(
+        ledger, x, w, ({d: d for d in range(n)} | {n: n + 1}, {1 - kw: n, kw: n + 1}), n + 1
     )
+    product = without(product, n + 1, tuple(first(call.result).shape))
     return product if bias is None else add_bias(ledger, product, bias)
+
+
+def without(lab: Labels, dim: int, shape: tuple[int, ...]) -> Labels:
+    """Labels that do not vary along `dim`, which is dropped."""
+    features, fixed = (tuple(s.squeeze(dim) for s in slots) for slots in (lab.features, lab.fixed))
+    return Labels(shape, features, fixed, lab.kind)
 
 
 def add_bias(ledger: Ledger, product: Labels, bias: Labels) -> Labels:
@@ -122,28 +138,44 @@ def _aten_linear(call: Call) -> Labels:
 def _mv(call: Call) -> Labels:
     names = ("self", "vec") if "mv" in str(call.op) else ("self", "tensor")
     x, w = (call.labels(n) for n in names)
-    x, w = contract(call.ledger, x, len(x.shape) - 1, w, 0)
-    ndim = len(x.shape) - 1
-    made = carried(x.features, {d: d for d in range(ndim)}, ndim)
-    produce(call.ledger, x, w, made)
-    fixed = carried(x.fixed, {d: d for d in range(ndim)}, ndim)
-    return Labels(tuple(call.result.shape), tuple(made), tuple(fixed), max(x.kind, w.kind))
+    k = len(x.shape) - 1
+    produce(call.ledger, x, w, [s for s in x.features if k not in support(s)])
+    product = contract(call.ledger, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)
+    return without(product, k, tuple(call.result.shape))
 
 
 @rule("bmm", "baddbmm")
 def _bmm(call: Call) -> Labels:
+    """(b, n, k) times (b, k, m) gives (b, n, m); a weight has other features in every b."""
     added = "baddbmm" in str(call.op)
-    x, w = call.labels("batch1" if added else "self"), call.labels("batch2" if added else "mat2")
+    names = ("batch1", "batch2") if added else ("self", "mat2")
+    x, w = (_parted(call.ledger, call.labels(name)) for name in names)
     ledger = call.ledger
-    x, w = contract(ledger, x, 2, w, 1)
-    parts = []
-    for lab, dims in ((x, {0: 0, 1: 1}), (w, {0: 0, 2: 2})):
-        features, fixed = carried(lab.features, dims, 3), carried(lab.fixed, dims, 3)
-        parts.append(Labels(call.result.shape, tuple(features), tuple(fixed), lab.kind))
-    produce(ledger, w, x, parts[1].features)
-    produce(ledger, x, w, parts[0].features)
-    product = join(ledger, parts, tuple(call.result.shape))
+    produce(ledger, w, x, [s for s in w.features if 1 not in support(s) and 2 in support(s)])
+    produce(ledger, x, w, [s for s in x.features if 2 not in support(s) and 1 in support(s)])
+    frame = {0: 0, 1: 1, 2: 3}, {0: 0, 2: 2, 1: 3}
+    product = without(contract(ledger, x, w, frame, 3), 3, tuple(call.result.shape))
     return add_bias(ledger, product, call.labels("self")) if added else product
+
+
+def _parted(ledger: Ledger, w: Labels) -> Labels:
+    """A stack of matrices: every one of them has features of its own along its axes."""
+    rows = next((s for s in w.features if support(s) == {0}), None)
+    if w.kind != Kind.WEIGHT or rows is None:
+        return w
+    slots = [rows]
+    for slot in w.features:
+        if slot is not rows:
+            (dim, *others) = support(slot)
+            own = None if others else ledger.parted(slot, dim, rows, w.shape[0])
+            if own is None:
+                slots.append(slot)
+            else:
+                shape = [1 if d not in (0, dim) else n for d, n in enumerate(w.shape)]
+                own = own.reshape(shape)
+                ledger.relate(own, rows, weights_only=True)
+                slots.append(own)
+    return replace(w, features=tuple(slots))
 
 
 @rule("embedding")

@@ -35,7 +35,7 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     for operand in operands:
         aligned = {i: i + ndim - len(operand.shape) for i in range(len(operand.shape))}
         mine = [_align(slot, aligned, ndim) for slot in operand.features]
-        features = _meet(ledger, features, mine, operand.kind)
+        features = meet(ledger, features, mine, operand.kind)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
     slots = tuple(slot for slot, _ in features)
@@ -43,31 +43,44 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     return Labels(tuple(shape), slots, tuple(fixed), kind)
 
 
+def combine(ledger: Ledger, slots: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The slots of one tensor, related to one another; those that say nothing new are dropped."""
+    kept: list[tuple[Tensor, Kind]] = []
+    for slot in slots:
+        kept = meet(ledger, kept, [slot], Kind.DATA)
+    return tuple(slot for slot, _ in kept)
+
+
 def _align(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
     return slot if slot.ndim == ndim else place(slot, dims, ndim)
 
 
-def _meet(
-    ledger: Ledger, ours: list[tuple[Tensor, Kind]], theirs: list[Tensor], kind: Kind
+def meet(
+    ledger: Ledger, ours: list[tuple[Tensor, Kind]], theirs: Sequence[Tensor], kind: Kind
 ) -> list[tuple[Tensor, Kind]]:
+    """Relate every slot of one operand to those of another that vary along the same dimensions."""
     result = list(ours)
-    for slot in theirs:
-        hits = [i for i, (f, _) in enumerate(ours) if support(f) & support(slot)]
-        same = [i for i in hits if ours[i][0] is slot or _equal(ours[i][0], slot)]
-        crowd = [s for s in theirs if any(support(s) & support(ours[i][0]) for i in hits)]
-        if same:
+    for new in theirs:
+        if any(new is f or _equal(f, new) for f, _ in result):
             continue
-        if not hits:
-            result.append((slot, kind))
-        elif len(hits) == 1 and len(crowd) == 1:
-            other, other_kind = ours[hits[0]]
-            if {kind, other_kind} == {Kind.WEIGHT, Kind.DATA}:
+        for i, (old, old_kind) in enumerate(ours):
+            if not support(old) & support(new) or all(old is not f for f, _ in result):
+                continue
+            if {kind, old_kind} == {Kind.WEIGHT, Kind.DATA}:
                 ledger.trait("elementwise")
-            only = kind == other_kind == Kind.WEIGHT
-            union = ledger.unify(other, slot, weights_only=only)
-            result[hits[0]] = (union, max(kind, other_kind))
+            only = kind == old_kind == Kind.WEIGHT
+            kept = ledger.relate(old, new, weights_only=only)
+            if all(k is not old for k in kept):  # `new` tells more, or their union
+                at = next(i for i, (f, _) in enumerate(result) if f is old)
+                del result[at]
+                kind = max(kind, old_kind)
+                new = kept[0]
+            elif all(k is not new for k in kept):
+                at = next(i for i, (f, _) in enumerate(result) if f is old)
+                result[at] = old, max(kind, old_kind)
+                break
         else:
-            ledger.pin([slot, *(ours[i][0] for i in hits)], "features of several axes on one axis")
+            result.append((new, kind))
     return result
 
 

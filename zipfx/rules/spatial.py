@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zipfx.labels import Kind, Labels, Ledger, place, positions, project, support, vector
+from zipfx.labels import Kind, Labels, Ledger, broadcast, place, positions, project, support, vector
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.contraction import add_bias, contract, produce
+from zipfx.rules.contraction import add_bias, contract, note_reading, produce
 
 
 @rule(
@@ -20,38 +19,98 @@ def _convolution(call: Call) -> Labels:
     name = "input" if call.arg("input") is not None else "self"
     x, w = call.labels(name), call.labels("weight")
     ledger, ndim, groups = call.ledger, len(x.shape), int(call.arg("groups"))
-    out, into = (1, 0) if call.arg("transposed") else (0, 1)
+    transposed = bool(call.arg("transposed"))
     shape = tuple(call.result.shape)
     kernel = set(range(2, ndim))
     _pin_kernel(ledger, w, kernel)
     x = slide(ledger, x, kernel)
-    made = carried(w.features, {out: 1}, ndim)
-    if groups == 1:
-        x, w = contract(ledger, x, 1, w, into)
-        produce(ledger, w, x, made)
-    elif groups == x.shape[1] and not call.arg("transposed"):
-        made = [_depthwise(ledger, x, w, made, shape[1] // groups)]
-    else:
-        reason = f"grouped convolution with {groups} groups (only depthwise is understood)"
-        on_axis = [s for s in x.features if 1 in support(s)]
-        ledger.pin([*on_axis, *made, *[s for s in w.features if into in support(s)]], reason)
-        if call.arg("transposed"):  # output channels: groups x the axis of the weight
-            made = []
-    fresh = positions(shape, [d for d in kernel if shape[d] > 1])
-    if not made or made[0].shape[1] != shape[1]:
-        fresh, made = (*fresh, *positions(shape, [1])), []
-    features = (*carried(x.features, {0: 0}, ndim), *made)
-    fixed = (*carried(x.fixed, {0: 0}, ndim), *carried(w.fixed, {out: 1}, ndim), *fresh)
-    product = Labels(shape, features, fixed, max(x.kind, w.kind))
+    product = (
+        _whole(ledger, x, w, transposed)
+        if groups == 1
+        else _grouped(ledger, x, w, groups, transposed)
+    )
+    if product is None:
+        reason = "a grouped convolution with weights or channels of several axes"
+        ledger.pin([*x.features, *w.features], reason)
+        product = Labels(x.shape, (), positions(shape, [1]), max(x.kind, w.kind))
+    pixels = positions(shape, [d for d in kernel if shape[d] > 1])
+    product = replace(product, shape=shape, fixed=(*product.fixed, *pixels))
     bias = call.arg("bias")
     if bias is None:
         return product
     b = call.of(bias)
-    features_of_b, fixed_of_b = (
+    features, fixed = (
         tuple(place(s, {0: 0}, ndim - 1) for s in slots) for slots in (b.features, b.fixed)
     )
-    b = Labels((shape[1], *[1] * (ndim - 2)), features_of_b, fixed_of_b, b.kind)
+    b = Labels((shape[1], *[1] * (ndim - 2)), features, fixed, b.kind)
     return add_bias(ledger, product, b)
+
+
+def _flat(lab: Labels) -> Labels:
+    """Seen along the first two dimensions only."""
+    features = tuple(s.flatten(1) for s in lab.features if not support(s) - {0, 1})
+    fixed = [project(s, support(s) & {0, 1}).flatten(1) for s in lab.fixed if support(s) & {0, 1}]
+    return Labels(lab.shape[:2], features, tuple(s for s in fixed if support(s)), lab.kind)
+
+
+def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
+    """Every input channel meets every output channel: a linear map at every position."""
+    out, into = (1, 0) if transposed else (0, 1)
+    kept = tuple(s for s in w.features if support(s) == {out})
+    produce(ledger, w, x, kept)
+    frame = {0: 0, 1: 2}, {out: 1, into: 2}
+    product = contract(ledger, _flat(x), _flat(w), frame, 2)
+    features, fixed = (
+        tuple(place(s, {0: 0, 1: 1}, len(x.shape)) for s in slots)
+        for slots in (product.features, product.fixed)
+    )
+    return Labels(x.shape, features, fixed, product.kind)
+
+
+def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels | None:
+    """Every group of channels is a linear map of its own: a block in, a block out.
+
+    The axis of the weight that counts channels within a group has features of its own in every
+    group, so that its labels are those of (group, channel).
+    """
+    ndim, flat = len(x.shape), _flat(w)
+    rows, columns = ([vector(s, d) for s in flat.features if support(s) == {d}] for d in (0, 1))
+    channels = [s for s in x.features if 1 in support(s)]
+    if len(rows) != 1 or any(support(s) != {1} for s in channels):
+        return None
+    row = rows[0].reshape(groups, -1)
+    group = ledger.block(row, {1}) if row.shape[1] > 1 else row
+    column = group
+    if columns:
+        own = ledger.parted(columns[0], 1, rows[0], groups)
+        if own is None:
+            return None
+        ledger.relate(own, group, weights_only=True)
+        column = own
+    into, made = (row, column) if transposed else (column, row)
+    for slot in _flat(x).fixed:
+        if 1 in support(slot):
+            seen = vector(project(slot, {1}), 1).reshape(groups, -1)
+            ledger.colour(*broadcast(into, seen))
+    met = [vector(s, 1).reshape(groups, -1) for s in channels]
+    for slot in met:
+        ledger.relate(into, slot)
+    if into is made:  # depthwise: every channel goes its own way
+        if met and w.kind == Kind.WEIGHT:
+            ledger.trait("elementwise")
+    else:
+        if w.kind == Kind.WEIGHT:
+            note_reading(ledger, into, met)
+        produce(ledger, w, x, [made])
+    features = (
+        *(s for s in x.features if 1 not in support(s)),
+        place(made.reshape(-1), {0: 1}, ndim),
+    )
+    fixed = (
+        *(s for s in x.fixed if support(s) == {0}),
+        *(place(s, {0: 1}, ndim) for s in flat.fixed if not transposed and support(s) == {0}),
+    )
+    return Labels(x.shape, features, fixed, max(x.kind, w.kind))
 
 
 def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
@@ -67,25 +126,6 @@ def _pin_kernel(ledger: Ledger, w: Labels, kernel: set[int]) -> None:
         if support(slot) & kernel:
             ids = torch.unique(slot)
             ledger.colour(ids, ids)
-
-
-def _depthwise(ledger: Ledger, x: Labels, w: Labels, made: list[Tensor], multiplier: int) -> Tensor:
-    """Every input channel makes its own `multiplier` output channels: they are one feature."""
-    ndim = len(x.shape)
-    x = slide(ledger, x, set(range(ndim)) - {1})
-    slots = [vector(s, 1) for s in x.features if 1 in support(s)]
-    rows = vector(made[0], 1) if made else torch.zeros(1, dtype=torch.int64)
-    for slot in x.fixed:
-        if 1 in support(slot):
-            seen = vector(project(slot, [1]), 1).repeat_interleave(multiplier)
-            ledger.colour(rows, seen)
-    if len(slots) > 1:
-        ledger.pin([*slots, rows], "features of several axes on one axis")
-    elif slots:
-        if w.kind == Kind.WEIGHT:
-            ledger.trait("elementwise")
-        rows = ledger.unify(rows, slots[0].repeat_interleave(multiplier), weights_only=False)
-    return place(rows, {0: 1}, ndim)
 
 
 @rule(

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, Ledger, broadcast, place, positions, project, support
+from zipfx.labels import Labels, Ledger, place, positions, project, support
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.pointwise import join
+from zipfx.rules.pointwise import combine, join
 
 
 def _normalise(
@@ -29,8 +28,7 @@ def _normalise(
     params: parameters with the dimension of x at which their own first dimension lies.
     """
     ledger, ndim = call.ledger, len(x.shape)
-    if dims:
-        together(ledger, x, dims)
+    together(ledger, x, dims)
     operands = [x]
     for t, at in params:
         if t is not None:
@@ -47,15 +45,10 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
 
     Returns x with blocks in the place of their features.
     """
-    reason = "an operation takes a part of the features together: blocks keep their inner order"
-    slots = []
-    for slot in x.features:
-        if support(slot) & dims:
-            ledger.trait("mixes")
-            if not support(slot) <= dims:
-                slot = ledger.collapse(slot, dims, reason)
-        slots.append(slot)
-    return replace(x, features=tuple(slots))
+    if any(support(slot) & dims for slot in x.features):
+        ledger.trait("mixes")
+    slots = [ledger.block(slot, dims) if support(slot) & dims else slot for slot in x.features]
+    return replace(x, features=combine(ledger, [s for s in slots if support(s)]))
 
 
 @rule(
@@ -82,7 +75,7 @@ def _batch_norm(call: Call) -> tuple[Labels, ...]:
 
 def _names(ledger: Ledger, lab: Labels) -> set[tuple[str, int]]:
     starts = {int(s.reshape(-1)[0]) for s in lab.features if s.numel()}
-    return {(name, ledger.node) for name, _, start, _ in ledger.axes if start in starts}
+    return {(axis.name, ledger.node) for axis in ledger.axes if axis.start in starts}
 
 
 def _rest(call: Call) -> list[Labels]:
@@ -104,14 +97,12 @@ def _layer_norm(call: Call) -> Any:
 def _group_norm(call: Call) -> tuple[Labels, ...]:
     x, groups = call.labels("input"), int(call.arg("group"))
     channels = x.shape[1]
-    if 1 < groups < channels:  # features stay exchangeable inside their group
-        group = torch.arange(channels) // (channels // groups) + 1
+    if 1 < groups < channels:
         for slot in x.features:
             if 1 in support(slot):
-                call.ledger.trait("mixes")
-                u, v = broadcast(slot, place(group, {0: 1}, slot.ndim))
-                call.ledger.colour(u, v, f"group norm with {groups} groups (blocks)")
-    dims = set(range(1 if groups < channels else 2, len(x.shape)))
+                parts = slot.unflatten(1, (groups, -1))
+                call.ledger.block(parts, set(range(2, parts.ndim)))
+    dims = set(range(2, len(x.shape))) | ({1} if groups == 1 else set())
     y = _normalise(call, x, dims, [(call.arg(n), 1) for n in ("weight", "bias")])
     return (y, *_rest(call))
 
@@ -163,10 +154,10 @@ def _reduce(call: Call) -> Any:
     dim = call.arg("dim")
     dims = [dim] if isinstance(dim, int) else (list(dim) if dim else range(len(x.shape)))
     reduced = {d % max(1, len(x.shape)) for d in dims}
-    x = together(call.ledger, x, reduced)
+    held = tuple(s for s in x.features if support(s) & reduced)
     if "arg" in str(call.op):
-        chosen = [s for s in x.features if support(s) & reduced]
-        call.ledger.pin(chosen, f"{call.op} gives the index of a feature")
+        call.ledger.pin(held, f"{call.op} gives the index of a feature")
+    x = together(call.ledger, x, reduced)
     keep = sorted(set(range(len(x.shape))) - reduced)
     same = bool(call.arg("keepdim", False))
     out = {d: (d if same else i) for i, d in enumerate(keep)}
@@ -176,6 +167,5 @@ def _reduce(call: Call) -> Any:
     y = Labels(shape, tuple(carried(x.features, out, ndim)), tuple(fixed), x.kind)
     if not isinstance(call.result, tuple):
         return y
-    held = tuple(s for s in x.features if support(s) & reduced)
     by_index = any(name in str(call.op) for name in ("max", "min", "median"))
     return (y, *[replace(y, pending=held) if by_index else y] * (len(call.result) - 1))

@@ -1,0 +1,242 @@
+"""Nesting: what may be exchanged when features belong to blocks.
+
+Vertices are features and blocks; a pair (a, b) says that a belongs to b, or that the two meet.
+Colour refinement (Weisfeiler and Leman) finds classes of vertices that look alike.  Between two
+classes the pairs must fall apart into complete parts (every a with every b): then each part moves
+as a whole.  A part with a single b makes b the parent of its a's; a part with one of each makes
+them one vertex; of a larger part a new vertex becomes the parent.  Classes whose pairs do not fall
+apart so (blocks that overlap without nesting) are left where they are.
+
+Vertices of a class may be exchanged with one another inside a *cell*: those that have the same
+parents.  A vertex moves with all its ancestors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import connected_components
+
+from zipfx.labels import Hashes, Ints, mix
+
+Flags = npt.NDArray[np.bool_]
+_ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Classes and blocks of n given vertices (joined ones share a number).
+
+    vertex: (n,) number of each given vertex, below V; kind: (V,) class; cell: (V,) vertices of one
+    class that may be exchanged share a cell; child, ancestor: pairs of vertices, all generations;
+    overlapping: (V,) bool, left alone because blocks overlap.
+    """
+
+    vertex: Ints
+    kind: Ints
+    cell: Ints
+    child: Ints
+    ancestor: Ints
+    overlapping: Flags
+
+
+def nest(colour: Hashes, a: Ints, b: Ints, times: Ints) -> Nesting:
+    """Find what may be exchanged; colour: (n,) of each vertex, a, b, times: (m,) the pairs.
+
+    >>> heads = np.array([8, 8, 8, 9, 9, 9])  # two blocks, numbers 8 and 9, of three features
+    >>> colour = np.array([1] * 6 + [2, 2, 3, 3], dtype=np.uint64)
+    >>> found = nest(colour, np.arange(6), heads, np.ones(6, dtype=np.int64))
+    >>> found.cell[:6] == found.cell[0], found.cell[8] == found.cell[9]
+    (array([ True,  True,  True, False, False, False]), np.True_)
+    """
+    state = _State(colour.copy(), a, b, times)
+    for _ in range(_ROUNDS):
+        parents = state.step()
+        if parents is not None:
+            return state.result(*parents)
+    state.hold(np.unique([state.a, state.b]))
+    state.a = state.b = state.times = np.zeros(0, np.int64)
+    none = np.zeros(0, np.int64)
+    return state.result(none, none)
+
+
+class _State:
+    def __init__(self, colour: Hashes, a: Ints, b: Ints, times: Ints) -> None:
+        self.colour = colour
+        self.vertex = np.arange(len(colour))
+        self.overlapping = np.zeros(len(colour), bool)
+        self.settled = np.zeros(0, np.int64)  # pairs that a common parent stands for
+        self.kind = np.zeros(0, np.int64)
+        self.a, self.b, self.times = a, b, times
+
+    def code(self, a: Ints, b: Ints) -> Ints:
+        """Pairs in either order as one number."""
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        found: Ints = (low << 32) | high
+        return found
+
+    def tidy(self) -> None:
+        """Every pair once, none with itself."""
+        keep = self.a != self.b
+        a, b, times = self.a[keep], self.b[keep], self.times[keep]
+        _, first = np.unique((a << 32) | b, return_index=True)
+        self.a, self.b, self.times = a[first], b[first], times[first]
+
+    def hold(self, vertices: Ints) -> None:
+        """These overlap: no two of them are alike."""
+        self.overlapping[vertices] = True
+        self.colour[vertices] += mix(mix(vertices).view(np.int64))
+
+    def join(self, a: Ints, b: Ints) -> None:
+        """Make each a[i] and b[i] one vertex."""
+        n = len(self.colour)
+        graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
+        new = connected_components(graph, directed=False)[1].astype(np.int64)
+        colour, overlapping = np.zeros(new.max() + 1, np.uint64), np.zeros(new.max() + 1, bool)
+        np.add.at(colour, new, self.colour)
+        np.logical_or.at(overlapping, new, self.overlapping)
+        self.colour, self.overlapping = colour, overlapping
+        self.vertex, self.a, self.b = new[self.vertex], new[self.a], new[self.b]
+        low, high = new[self.settled >> 32], new[self.settled & 0xFFFFFFFF]
+        self.settled = self.code(low, high)
+
+    def refine(self) -> Ints:
+        """Classes of vertices that look alike, and whose neighbours do."""
+        kind = np.unique(self.colour, return_inverse=True)[1].astype(np.int64)
+        met, where = np.unique(np.concatenate([self.a, self.b]), return_inverse=True)
+        a, b = where[: len(self.a)], where[len(self.a) :]
+        count = 0
+        mine = kind[met]
+        while len(met) and (now := int(np.unique(mine).size)) > count:
+            count = now
+            h, seen = mix(mine), np.zeros(len(met), np.uint64)
+            np.add.at(seen, a, mix(h[b].view(np.int64) ^ (2 * self.times)))
+            np.add.at(seen, b, mix(h[a].view(np.int64) ^ (2 * self.times + 1)))
+            mine = np.unique(h + mix(seen.view(np.int64)), return_inverse=True)[1]
+        kind[met] = kind.max(initial=0) + 1 + mine
+        return np.unique(kind, return_inverse=True)[1].astype(np.int64)
+
+    def step(self) -> tuple[Ints, Ints] | None:
+        """One round; (children, parents) when nothing is left to do."""
+        self.tidy()
+        self.kind = kind = self.refine()
+        swap = kind[self.a] > kind[self.b]
+        a, b = np.where(swap, self.b, self.a), np.where(swap, self.a, self.b)
+        relation = np.unique((kind[a] << 32) | kind[b], return_inverse=True)[1]
+        part, p, q, full, alone = _parts(relation, a, b)
+        same = kind[a] == kind[b]
+        bad = ~full[part] | (same & ~((p == 1) & (q == 1))[part])
+        bad = np.isin(relation, relation[bad & ~alone[relation]])
+        if bad.any():
+            self.hold(np.unique([a[bad], b[bad]]))
+            return None
+        p, q, counts = p[part], q[part], ~alone[relation]
+        if (one := counts & (p == 1) & (q == 1)).any():
+            self.join(a[one], b[one])
+            return None
+        if (many := counts & (p > 1) & (q > 1)).any():
+            self.adopt(a[many], b[many], part[many], relation[many])
+            return None
+        up, down = counts & (q == 1), counts & (p == 1)
+        child = np.concatenate([a[up], b[down]])
+        parent = np.concatenate([b[up], a[down]])
+        return None if self.derive(child, parent) or self.uneven(child, parent) else (child, parent)
+
+    def adopt(self, a: Ints, b: Ints, part: Ints, relation: Ints) -> None:
+        """A new vertex becomes the parent of every part, in place of its pairs."""
+        parts, new = np.unique(part, return_inverse=True)
+        of = np.zeros(len(parts), np.int64)
+        of[new] = relation
+        # alike for all parts of a relation, whatever the order of relations
+        colour = np.zeros(len(parts), np.uint64)
+        colour[new] = mix(mix(mix(self.kind[a]).view(np.int64) ^ self.kind[b]).view(np.int64))
+        first = len(self.colour)
+        self.colour = np.concatenate([self.colour, colour])
+        self.overlapping = np.concatenate([self.overlapping, np.zeros(len(parts), bool)])
+        gone = self.code(a, b)
+        self.settled = np.union1d(self.settled, gone)
+        keep = ~np.isin(self.code(self.a, self.b), gone)
+        self.a = np.concatenate([self.a[keep], a, b])
+        self.b = np.concatenate([self.b[keep], first + new, first + new])
+        self.times = np.concatenate([self.times[keep], np.ones(2 * len(a), np.int64)])
+
+    def derive(self, child: Ints, parent: Ints) -> bool:
+        """Two parents of one child meet each other; whether that is news."""
+        order = np.lexsort((parent, child))
+        child, parent = child[order], parent[order]
+        found = []
+        for step in range(1, int(np.bincount(child).max(initial=0))):
+            same = np.flatnonzero(child[step:] == child[:-step])
+            found.append(self.code(parent[same], parent[same + step]))
+        if not found:
+            return False
+        codes = np.unique(np.concatenate(found))
+        known = np.concatenate([self.code(self.a, self.b), self.settled])
+        codes = codes[~np.isin(codes, known)]
+        codes = codes[(codes >> 32) != (codes & 0xFFFFFFFF)]
+        self.a = np.concatenate([self.a, codes >> 32])
+        self.b = np.concatenate([self.b, codes & 0xFFFFFFFF])
+        self.times = np.concatenate([self.times, np.ones(len(codes), np.int64)])
+        return len(codes) > 0
+
+    def uneven(self, child: Ints, parent: Ints) -> bool:
+        """Cells of one class must be alike in size; those that are not are held."""
+        cell = self.cells(child, parent)
+        size = np.bincount(cell)[cell]
+        low, high = np.full(self.kind.max() + 1, len(size)), np.zeros(self.kind.max() + 1, np.int64)
+        np.minimum.at(low, self.kind, size)
+        np.maximum.at(high, self.kind, size)
+        bad = (low != high)[self.kind]
+        if bad.any():
+            self.hold(np.flatnonzero(bad))
+        return bool(bad.any())
+
+    def cells(self, child: Ints, parent: Ints) -> Ints:
+        """Vertices of one class with the same parents."""
+        parents = np.zeros(len(self.colour), np.uint64)
+        np.add.at(parents, child, mix(mix(parent).view(np.int64)))
+        h = mix(mix(self.kind).view(np.int64) ^ parents.view(np.int64))
+        return np.unique(h, return_inverse=True)[1].astype(np.int64)
+
+    def result(self, child: Ints, parent: Ints) -> Nesting:
+        n = len(self.colour)
+        kind = self.kind if len(self.kind) == n else self.refine()
+        self.kind = kind
+        pairs = np.unique((child << 32) | parent)
+        child, parent = pairs >> 32, pairs & 0xFFFFFFFF
+        up = csr_array((np.ones(len(child), bool), (child, parent)), shape=(n, n))
+        closure = up
+        while (more := (closure + closure @ up).astype(bool)).nnz > closure.nnz:
+            closure = more
+        found = closure.tocoo()
+        return Nesting(
+            self.vertex,
+            kind,
+            self.cells(child, parent),
+            found.coords[0].astype(np.int64),
+            found.coords[1].astype(np.int64),
+            self.overlapping,
+        )
+
+
+def _parts(relation: Ints, a: Ints, b: Ints) -> tuple[Ints, Ints, Ints, Flags, Flags]:
+    """Connected parts of every relation: the part of each pair; of each part its number of a's and
+    b's and whether it is complete; of each relation whether it is a single part."""
+    left = np.unique((relation << 32) | a, return_inverse=True)[1]
+    right = np.unique((relation << 32) | b, return_inverse=True)[1]
+    n, m = int(left.max(initial=-1)) + 1, int(right.max(initial=-1)) + 1
+    graph = coo_array((np.ones(len(a), np.int8), (left, n + right)), shape=(n + m, n + m))
+    if not n:
+        none = np.zeros(0, np.int64)
+        return none, none, none, none.astype(bool), none.astype(bool)
+    of = connected_components(graph, directed=False)[1].astype(np.int64)
+    p, q = np.bincount(of[:n], minlength=of.max() + 1), np.bincount(of[n:], minlength=of.max() + 1)
+    part = of[left]
+    full = np.bincount(part, minlength=len(p)) == p * q
+    relation_of = np.zeros(len(p), np.int64)
+    relation_of[part] = relation
+    alone = np.bincount(relation_of) == 1
+    return part, p, q, full, alone

@@ -1,0 +1,71 @@
+"""Places: the nodes of the graph at which the features of a space can be observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from zipfx.group import Grouping
+from zipfx.interpret import Facts
+from zipfx.labels import Kind, support, vector
+from zipfx.spaces import Place
+
+
+def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:
+    """The nodes whose results carry each space."""
+    nodes = list(graph.nodes)
+    at = {node: i for i, node in enumerate(nodes)}
+    # node -> spaces that some weight, or some head, reads from its result
+    readers: dict[int, set[int]] = {i: set(range(len(grouping.sizes))) for i in grouping.crossing}
+    for c in facts.ledger.contractions:
+        if 0 <= c.node <= grouping.last:
+            met = {s for x in c.x for s in grouping.spaces(x)}
+            for source in nodes[c.node].all_input_nodes:
+                readers.setdefault(at[source], set()).update(met)
+    places: dict[int, dict[int, Place]] = {}
+    for i, (node, fact) in enumerate(zip(nodes, facts.nodes, strict=True)):
+        if i > grouping.last or not fact.is_tensor or fact.kind != Kind.DATA or node.op == "output":
+            continue
+        slots = fact.values[0].features
+        for slot in slots:
+            dims = tuple(sorted(support(slot)))
+            others = {d for other in slots if other is not slot for d in support(other)}
+            blurred = tuple(sorted(others - set(dims)))
+            labels = vector(slot, *dims).numpy()
+            own = set(grouping.space[grouping.vertex[labels]].tolist())
+            for s, index in grouping.tables(labels):
+                read = s in readers.get(i, ())
+                place = Place(node.name, dims, index, read, blurred, own=s in own)
+                if place.own or i not in places.setdefault(s, {}):
+                    places.setdefault(s, {})[i] = place
+    weighted = {c.node for c in facts.ledger.contractions}
+    weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
+    for found in places.values():
+        reads = [i for i, place in found.items() if place.read and not place.blurred]
+        if reads:
+            source = _source(nodes, at, facts, found, weighted, reads[-1])
+            found[source] = replace(found[source], source=True)
+    return {s: list(found.values()) for s, found in places.items()}
+
+
+def _source(
+    nodes: list[fx.Node],
+    at: dict[fx.Node, int],
+    facts: Facts,
+    carries: Mapping[int, Place],
+    weighted: set[int],
+    read: int,
+) -> int:
+    """Walk back from a place where a space is read, past activations and poolings, to the node
+    that made the values: one with weights, or a sum of several that carry the space."""
+    i = read
+    while i not in weighted:
+        inputs = [at[n] for n in nodes[i].all_input_nodes if at[n] in carries]
+        sizes = [math.prod(facts.nodes[j].values[0].shape) for j in inputs]
+        if not inputs or (len(inputs) > 1 and (i != read or len(set(sizes)) == 1)):
+            break
+        i = inputs[sizes.index(max(sizes))]  # of a gated value: not the gate
+    return i
