@@ -20,7 +20,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from zipfx.interpret import Facts
-from zipfx.labels import Hashes, Ints, Ledger, mix
+from zipfx.labels import Hashes, Ints, mix
+from zipfx.ledger import Ledger
 from zipfx.nesting import Nesting, nest
 
 Flags = npt.NDArray[np.bool_]
@@ -135,6 +136,14 @@ class Grouping:
     def spaces(self, labels: Ints) -> set[int]:
         """The spaces that move any of these labels."""
         return set(np.unique(self.entries(np.unique(labels))[1]).tolist())
+
+    def mixes(self, space: int, labels: Ints) -> bool:
+        """Whether features of a space lie here together with those of another, neither inside the
+        other, so that the occurrences of a feature may have another order in another model."""
+        index, spaces, _ = self.entries(labels)
+        here = np.isin(index, index[spaces == space])
+        others = set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))}
+        return any(space not in {s for s, _ in self.parents(o)} for o in others)
 
     def parents(self, space: int) -> list[tuple[int, Tensor]]:
         """The spaces of the blocks that a space lies in, outermost first, with index tables into

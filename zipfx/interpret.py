@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Kind, Labels, Ledger, by_value, positions
+from zipfx.labels import Kind, Labels, by_value, positions
+from zipfx.ledger import Ledger
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from zipfx.group import Flags, Grouping, Known
 from zipfx.interpret import Facts
-from zipfx.labels import Ledger
+from zipfx.ledger import Ledger
 from zipfx.places import find_places
 from zipfx.spaces import Axis, Block, Pinned, Role, Space, SpaceMap
 

@@ -36,7 +36,7 @@ class Observer(nn.Module):
     def __init__(self, place: Place, models: int) -> None:
         super().__init__()
         index = place.index
-        self.dims, self.blurred = place.dims, place.blurred
+        self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
         self.models, (self.size, self.occurrences) = models, index.shape
         self.count = 0
         self.resolution = torch.finfo(torch.float32).eps
@@ -51,7 +51,8 @@ class Observer(nn.Module):
         x = x.movedim(self.dims, tuple(range(-len(self.dims), 0))).flatten(-len(self.dims))
         if x.shape[-1] != self.whole:
             x = x.index_select(-1, self.index.to(x.device))
-        x = x.reshape(-1, self.size, self.occurrences).transpose(1, 2).reshape(-1, self.size)
+        x = x.reshape(-1, self.size, self.occurrences)
+        x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
         return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
     def forward(self, *features: Tensor) -> None:
@@ -93,13 +94,23 @@ def last_read(space: Space) -> Sequence[Place]:
     Places where features of other spaces lie along other dimensions are a second choice: those
     must be averaged over, since they are not in the same order in all models.
     """
-    sharp = [p for p in space.places if not p.blurred] or list(space.places)
+    sharp = _sharp(space)
     return ([p for p in sharp if p.read] or sharp)[-1:]
+
+
+def _sharp(space: Space) -> Sequence[Place]:
+    for wanted in (
+        [p for p in space.places if p.own and not p.blurred and not p.mixed],
+        [p for p in space.places if not p.blurred and not p.mixed],
+    ):
+        if wanted:
+            return wanted
+    return space.places
 
 
 def all_reads(space: Space) -> Sequence[Place]:
     """Every place where a weight reads the space."""
-    sharp = [p for p in space.places if not p.blurred] or list(space.places)
+    sharp = _sharp(space)
     return [p for p in sharp if p.read] or sharp[-1:]
 
 
@@ -110,12 +121,13 @@ def reads_and_source(space: Space) -> Sequence[Place]:
     there the correlation of a feature with its copy is 1 and that of any other two is not.
     """
     reads = all_reads(space)
-    return [*(p for p in space.places if p.source and not any(p is r for r in reads)), *reads]
+    sources = (p for p in _sharp(space) if p.source and not any(p is r for r in reads))
+    return [*sources, *reads]
 
 
 def everywhere(space: Space) -> Sequence[Place]:
     """Every place."""
-    return [p for p in space.places if not p.blurred] or space.places
+    return _sharp(space)
 
 
 PLACES: dict[str, Choose] = {

@@ -38,7 +38,8 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
             own = set(grouping.space[grouping.vertex[labels]].tolist())
             for s, index in grouping.tables(labels):
                 read = s in readers.get(i, ())
-                place = Place(node.name, dims, index, read, blurred, own=s in own)
+                mixed = index.shape[1] > 1 and grouping.mixes(s, labels)
+                place = Place(node.name, dims, index, read, blurred, own=s in own, mixed=mixed)
                 if place.own or i not in places.setdefault(s, {}):
                     places.setdefault(s, {})[i] = place
     weighted = {c.node for c in facts.ledger.contractions}

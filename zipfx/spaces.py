@@ -50,7 +50,8 @@ class Place:
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
     dimensions along which features of other spaces lie; source: whether the values of the last read
     were made here, before their activation; own: of a space of blocks: whether the values are those
-    of the blocks themselves (attention scores), not those of the features inside.
+    of the blocks themselves (attention scores), not those of the features inside; mixed: whether
+    the occurrences are features of another space, in any order (what all heads scale alike).
     """
 
     node: str
@@ -60,6 +61,7 @@ class Place:
     blurred: tuple[int, ...] = ()
     source: bool = False
     own: bool = True
+    mixed: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, Ledger, place, support
+from zipfx.labels import Labels, place, support
+from zipfx.ledger import Ledger
 
 aten: Any = torch.ops.aten
 Lookup = Callable[[Tensor], Labels]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Contraction, Kind, Labels, Ledger, broadcast, place, project, support
+from zipfx.labels import Kind, Labels, broadcast, place, project, support
+from zipfx.ledger import Contraction, Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.pointwise import combine, join, meet
 
@@ -24,6 +25,7 @@ def contract(
     ndim = 1 + max(*dims[0].values(), *dims[1].values())
     shape = [1] * ndim
     framed = []
+    shared = set(dims[0].values()) & set(dims[1].values())
     for lab, at in zip((x, w), dims, strict=True):
         for d, to in at.items():
             shape[to] = max(shape[to], lab.shape[d])
@@ -31,8 +33,9 @@ def contract(
             tuple(place(s, at, ndim) for s in slots) for slots in (lab.features, lab.fixed)
         )
         framed.append(replace(lab, shape=tuple(shape), features=features, fixed=fixed))
-    left, right = framed
-    shared = set(dims[0].values()) & set(dims[1].values())
+    left, right = (
+        _parted(ledger, lab, other, shared - {k}, k) for lab, other in (framed, framed[::-1])
+    )
     for lab, other in ((left, right), (right, left)):
         for slot in lab.fixed:
             if k in support(slot):
@@ -50,6 +53,27 @@ def contract(
         tuple(s for lab in framed for s in lab.fixed if k not in support(s) and support(s)),
         max(x.kind, w.kind),
     )
+
+
+def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
+    """A stack of matrices: a weight has features of its own for every index of a shared dimension.
+
+    Likewise where two of its axes are read, or made, as one (an expert and its hidden units).
+    """
+    if w.kind != Kind.WEIGHT or x.kind != Kind.DATA:
+        return w
+    stack = [s for s in w.features if support(s) <= shared]
+    read = [s for s in w.features if k in support(s)]
+    made = [s for s in w.features if k not in support(s) and not support(s) <= shared]
+    found = list(stack)
+    for group in (read, made):
+        group.sort(key=lambda s: int(s.max()))  # the axes of a parameter are numbered in order
+        base = stack or (group[:1] if len(group) > 1 else [])
+        for slot in group:
+            own = ledger.parted(slot, base[0]) if base and slot is not base[0] else None
+            found += [slot] if own is None else ledger.relate(own, base[0], weights_only=True)
+    produce(ledger, w, x, [s for s in found if k not in support(s) and not support(s) <= shared])
+    return replace(w, features=tuple(found))
 
 
 def _product(ledger: Ledger, left: Labels, right: Labels) -> list[Tensor]:
@@ -91,7 +115,6 @@ def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> No
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
     """x (..., k) times w (k at dim kw of two) gives (..., n)."""
     ledger, n = call.ledger, len(x.shape) - 1
-    produce(ledger, w, x, [s for s in w.features if support(s) == {1 - kw}])
     # the frame is (..., n, k)
     product = contract(
         ledger, x, w, ({d: d for d in range(n)} | {n: n + 1}, {1 - kw: n, kw: n + 1}), n + 1
@@ -139,43 +162,20 @@ def _mv(call: Call) -> Labels:
     names = ("self", "vec") if "mv" in str(call.op) else ("self", "tensor")
     x, w = (call.labels(n) for n in names)
     k = len(x.shape) - 1
-    produce(call.ledger, x, w, [s for s in x.features if k not in support(s)])
     product = contract(call.ledger, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)
     return without(product, k, tuple(call.result.shape))
 
 
 @rule("bmm", "baddbmm")
 def _bmm(call: Call) -> Labels:
-    """(b, n, k) times (b, k, m) gives (b, n, m); a weight has other features in every b."""
+    """(b, n, k) times (b, k, m) gives (b, n, m)."""
     added = "baddbmm" in str(call.op)
     names = ("batch1", "batch2") if added else ("self", "mat2")
-    x, w = (_parted(call.ledger, call.labels(name)) for name in names)
+    x, w = (call.labels(name) for name in names)
     ledger = call.ledger
-    produce(ledger, w, x, [s for s in w.features if 1 not in support(s) and 2 in support(s)])
-    produce(ledger, x, w, [s for s in x.features if 2 not in support(s) and 1 in support(s)])
     frame = {0: 0, 1: 1, 2: 3}, {0: 0, 2: 2, 1: 3}
     product = without(contract(ledger, x, w, frame, 3), 3, tuple(call.result.shape))
     return add_bias(ledger, product, call.labels("self")) if added else product
-
-
-def _parted(ledger: Ledger, w: Labels) -> Labels:
-    """A stack of matrices: every one of them has features of its own along its axes."""
-    rows = next((s for s in w.features if support(s) == {0}), None)
-    if w.kind != Kind.WEIGHT or rows is None:
-        return w
-    slots = [rows]
-    for slot in w.features:
-        if slot is not rows:
-            (dim, *others) = support(slot)
-            own = None if others else ledger.parted(slot, dim, rows, w.shape[0])
-            if own is None:
-                slots.append(slot)
-            else:
-                shape = [1 if d not in (0, dim) else n for d, n in enumerate(w.shape)]
-                own = own.reshape(shape)
-                ledger.relate(own, rows, weights_only=True)
-                slots.append(own)
-    return replace(w, features=tuple(slots))
 
 
 @rule("embedding")

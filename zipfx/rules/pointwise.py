@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, Ledger, as_fixed, broadcast, mix, place, support
+from zipfx.labels import Kind, Labels, as_fixed, broadcast, mix, place, support
+from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, aten, first, rule
 
 #: pointwise, but without the tag

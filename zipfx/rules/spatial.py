@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from zipfx.labels import Kind, Labels, Ledger, broadcast, place, positions, project, support, vector
+from zipfx.labels import Kind, Labels, broadcast, place, positions, project, support, vector
+from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.contraction import add_bias, contract, note_reading, produce
 
@@ -56,8 +57,6 @@ def _flat(lab: Labels) -> Labels:
 def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
     """Every input channel meets every output channel: a linear map at every position."""
     out, into = (1, 0) if transposed else (0, 1)
-    kept = tuple(s for s in w.features if support(s) == {out})
-    produce(ledger, w, x, kept)
     frame = {0: 0, 1: 2}, {out: 1, into: 2}
     product = contract(ledger, _flat(x), _flat(w), frame, 2)
     features, fixed = (
@@ -82,7 +81,7 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     group = ledger.block(row, {1}) if row.shape[1] > 1 else row
     column = group
     if columns:
-        own = ledger.parted(columns[0], 1, rows[0], groups)
+        own = ledger.parted(columns[0], row[:, :1], groups)
         if own is None:
             return None
         ledger.relate(own, group, weights_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, Ledger, place, positions, project, support
+from zipfx.labels import Labels, place, positions, project, support
+from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.pointwise import combine, join
 

@@ -1,0 +1,312 @@
+"""The ledger: everything that an analysis learns about labels, in the order it learns it.
+
+Features that meet one to one are one (an edge); where one label meets many, the finer belongs to
+the coarser (a member). A coordinate that can not be exchanged colours what it meets.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zipfx.labels import Hashes, Ints, Kind, Labels, broadcast, mix, narrow, place, support
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Labels a[i] and b[i] are one feature (node: where it was seen)."""
+
+    a: Ints
+    b: Ints
+    node: int
+    weights_only: bool
+
+
+@dataclass(frozen=True)
+class Colour:
+    """Feature a[i] was seen with the coordinate value[i]; reason: only where an op pins it."""
+
+    a: Ints
+    value: Hashes
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """Feature a[i] belongs to block b[i], `times[i]` times over.
+
+    A block is whatever can only be exchanged as a whole: the features of an attention head, of a
+    convolution group, of a norm group. It is a label like any other.
+    """
+
+    a: Ints
+    b: Ints
+    times: Ints
+    node: int
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A weight read features: label w[i] met the data labels x[i] (0: none) and was summed.
+
+    x: one row per slot of the data; where there are several, they tell a feature only together.
+    """
+
+    w: Ints
+    x: tuple[Ints, ...]
+    node: int
+
+
+@dataclass(frozen=True)
+class AxisLabels:
+    """Labels start, start + 1, ... are the indices of one dimension of one parameter.
+
+    by: where every part of the rows (one of `parts` equal parts of dimension `by`) has features of
+    its own along `dim`, as a grouped convolution has: then there are parts x size labels. base: the
+    first label of the same dimension as a whole.
+    """
+
+    name: str
+    dim: int
+    start: int
+    size: int
+    by: int = -1
+    parts: int = 1
+    base: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parts * self.size
+
+
+@dataclass
+class Ledger:
+    """Everything learned so far; every entry names the graph node (by index) that taught it."""
+
+    node: int = 0
+    where: str = ""
+    axes: list[AxisLabels] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    colours: list[Colour] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+    produced: list[tuple[Ints, int]] = field(default_factory=list)
+    bilinear: list[tuple[Ints, int]] = field(default_factory=list)
+    blocks: list[tuple[Ints, int, str]] = field(default_factory=list)
+    variances: set[tuple[str, int]] = field(default_factory=set)
+    alive: list[tuple[Ints, int]] = field(default_factory=list)
+    traits: dict[int, set[str]] = field(default_factory=dict)
+    size: int = 1  # label 0 is "none"
+    _unique: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _seen: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _blocks: dict[tuple[int, frozenset[int]], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _parted: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def trait(self, name: str) -> None:
+        """Say of the current node: 'elementwise' (a weight met features one to one), 'mixes'."""
+        self.traits.setdefault(self.node, set()).add(name)
+
+    def parameter(self, name: str, t: Tensor) -> Labels:
+        """Allocate labels for every axis of a parameter or float buffer."""
+        slots = []
+        for d, n in enumerate(t.shape):
+            if n > 1:
+                self.axes.append(AxisLabels(name, d, self.size, n))
+                slots.append(place(self._fresh(n), {0: d}, t.ndim))
+        return Labels(tuple(t.shape), tuple(slots), kind=Kind.WEIGHT)
+
+    def _fresh(self, n: int) -> Tensor:
+        self.size += n
+        return torch.arange(self.size - n, self.size)
+
+    def parted(self, slot: Tensor, by: Tensor, parts: int = 0) -> Tensor | None:
+        """Labels of the features that an axis has for every part of the rows alone.
+
+        slot, by: labels of two axes of one parameter, that of the rows being `by`; parts: how many
+        equal parts the rows make (default: every row is one). None where they are not such axes.
+        """
+        axis, rows = self._axis(slot), self._axis(by)
+        if axis is None or rows is None or axis.name != rows.name or axis.dim == rows.dim:
+            return None
+        parts = parts or rows.size
+        key = axis.start, rows.dim, parts
+        if key not in self._parted:
+            self._parted[key] = self.size
+            self.axes.append(
+                replace(axis, start=self.size, by=rows.dim, parts=parts, base=axis.start)
+            )
+            self._fresh(parts * axis.size)
+        part = (by - rows.start) // (rows.size // parts)
+        own = self._parted[key] + part * axis.size + slot - axis.start
+        return torch.where((slot > 0) & (by > 0), own, 0)
+
+    def _axis(self, slot: Tensor) -> AxisLabels | None:
+        """The axis that all labels of a slot come from."""
+        ids = slot[slot > 0]
+        if not len(ids):
+            return None
+        low, high = int(ids.min()), int(ids.max())
+        at = bisect.bisect_right(self.axes, low, key=lambda axis: axis.start) - 1
+        axis = self.axes[at] if at >= 0 else None
+        return axis if axis is not None and high < axis.stop and axis.by < 0 else None
+
+    def relate(self, a: Tensor, b: Tensor, *, weights_only: bool = False) -> tuple[Tensor, ...]:
+        """Two slots of one tensor: where their labels go one to one they are one feature, else the
+        finer belongs to the coarser. Returns the slots that are needed to tell all features.
+        """
+        if a is b:
+            return (a,)
+        u, v = broadcast(a, b)
+        mask = (u > 0) & (v > 0)
+        x, y = u[mask].numpy(), v[mask].numpy()
+        codes = np.unique(x * np.int64(self.size) + y)
+        x, y = codes // self.size, codes % self.size
+        _, of_x, many_x = np.unique(x, return_inverse=True, return_counts=True)
+        _, of_y, many_y = np.unique(y, return_inverse=True, return_counts=True)
+        few_x, few_y = many_x[of_x] == 1, many_y[of_y] == 1
+        same = few_x & few_y
+        new = same & (x != y)
+        if new.any():
+            self.edges.append(Edge(x[new], y[new], self.node, weights_only))
+        if not same.all():
+            # the finer label has one partner, the coarser many; where both have many, either way
+            fine = np.where(few_x, x, y)[~same], np.where(few_x, y, x)[~same]
+            self.members.append(Member(*fine, np.ones(len(fine[0]), np.int64), self.node))
+        if a.shape == b.shape and same.all():
+            return (torch.where(a > 0, a, b),)
+        if few_x.all() and bool(((u > 0) | (v <= 0)).all()):
+            return (a,)
+        if few_y.all() and bool(((v > 0) | (u <= 0)).all()):
+            return (b,)
+        return a, b
+
+    def unify(self, a: Tensor, b: Tensor, *, weights_only: bool) -> Tensor:
+        """Make the features of two slots one, elementwise after broadcasting; return the union."""
+        if a is b:
+            return a
+        u, v = broadcast(a, b)
+        both = (u > 0) & (v > 0) & (u != v)
+        if bool(both.any()):
+            codes = torch.unique(u[both] * self.size + v[both]).numpy()
+            edge = Edge(codes // self.size, codes % self.size, self.node, weights_only)
+            self.edges.append(edge)
+        return torch.where(u > 0, u, v)
+
+    def block(self, slot: Tensor, dims: Iterable[int]) -> Tensor:
+        """What is taken together over `dims`, symmetrically: one block per index along the rest.
+
+        Returns the slot of the blocks, which no longer varies along `dims`.
+        """
+        along = support(slot) & set(dims)
+        rest = sorted(support(slot) - along)
+        if not along:
+            return slot
+        if not rest:
+            return torch.zeros([1] * slot.ndim, dtype=torch.int64)
+        self.trait("mixes")
+        key = id(slot), along
+        if key not in self._blocks:
+            self._blocks[key] = slot, self._new_blocks(slot, rest)
+        return self._blocks[key][1]
+
+    def _new_blocks(self, slot: Tensor, rest: list[int]) -> Tensor:
+        shape = [n if d in rest else 1 for d, n in enumerate(slot.shape)]
+        rows = slot.permute([*rest, *(d for d in range(slot.ndim) if d not in rest)])
+        flat = rows.reshape(math.prod(shape), -1).numpy()
+        hashed = mix(flat)
+        hashed[flat == 0] = 0
+        _, first, row = np.unique(
+            hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
+        )
+        flat = flat[first]
+        ids = self._fresh(len(first)).numpy()
+        ids = np.where((flat > 0).any(-1), ids, 0)
+        codes = (flat * np.int64(self.size) + ids[:, None])[(flat > 0) & (ids > 0)[:, None]]
+        codes, times = np.unique(codes, return_counts=True)
+        self.members.append(Member(codes // self.size, codes % self.size, times, self.node))
+        return narrow(torch.from_numpy(ids[row]).reshape(shape))
+
+    def colour(self, features: Tensor, values: Hashes | Tensor, reason: str = "") -> None:
+        """Give feature labels (0: skip) the coordinate `values`, of the same shape."""
+        a = features.reshape(-1).numpy()
+        v = values.reshape(-1).numpy() if isinstance(values, Tensor) else values.reshape(-1)
+        keep = (a > 0) & (v != 0)
+        if keep.any():
+            # hashed twice: salts must not be hashes of small numbers, as coordinates are
+            salt = mix(mix(len(self.colours)).view(np.int64)).view(np.int64)
+            hashed = mix(mix(v[keep]).view(np.int64) ^ salt)
+            self.colours.append(Colour(a[keep], hashed, self.node, reason))
+
+    def event(self, slots: Iterable[Tensor], operand: int) -> None:
+        """These features took part in one more computation, as its operand number `operand`.
+
+        A computation on some of the features only (`y[:, :4] = y[:, :4].sigmoid()`) so tells them
+        from the others, and the two halves of `h[:, :4] - h[:, 4:]` from each other.
+        """
+        for slot in slots:
+            if id(slot) not in self._unique:
+                self._unique[id(slot)] = (slot, torch.unique(slot))
+            ids = self._unique[id(slot)][1]
+            self.colour(ids, torch.full_like(ids, operand + 1))
+
+    def pin(self, slots: Iterable[Tensor], reason: str) -> None:
+        """Make every feature of these slots distinct from all others, and say why."""
+        self.trait("mixes")
+        for slot in slots:
+            ids = torch.unique(slot)
+            self.colour(ids, ids, reason)
+
+    def collapse(self, slot: Tensor, dims: Iterable[int], reason: str) -> Tensor:
+        """Make everything along `dims` one feature (a block that moves as a whole, in order).
+
+        Returns the slot of the blocks, which no longer varies along `dims`.
+        """
+        along = sorted(support(slot) & set(dims))
+        self.trait("mixes")
+        if not support(slot) - set(along):
+            self.pin([slot], reason)
+            return torch.zeros([1] * slot.ndim, dtype=torch.int64)
+        block = slot.amax(along, keepdim=True)
+        self.unify(block, slot, weights_only=False)
+        shape = [slot.shape[d] if d in along else 1 for d in range(slot.ndim)]
+        rank = (torch.arange(1, 1 + math.prod(shape))).reshape(shape).expand(slot.shape)
+        self.colour(slot, rank)
+        self.blocks.append((torch.unique(slot).numpy(), self.node, reason))
+        return narrow(block)
+
+    def entangle(self, features: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
+        """Colour features by the pattern of every fixed slot that varies along their dimensions."""
+        for f in features:
+            for p in fixed:
+                if support(f) & support(p) and (id(f), id(p)) not in self._seen:
+                    self._seen[id(f), id(p)] = (f, p)  # keeps them alive: ids stay unique
+                    self._colour_pattern(f, p)
+
+    def _colour_pattern(self, f: Tensor, p: Tensor) -> None:
+        u, v = (s.reshape(-1).numpy() for s in broadcast(f, p))
+        u, v = u[keep := u > 0], v[keep]
+        order = np.argsort(u, kind="stable")
+        labels, start, count = np.unique(u[order], return_index=True, return_counts=True)
+        # the rank of an element among those of its feature: a pattern, not just a multiset
+        rank = np.arange(len(u)) - np.repeat(start, count)
+        h = mix(mix(v[order]).view(np.int64) + rank)
+        h[v[order] == 0] = 0
+        if len(labels):
+            sums = np.add.reduceat(h, start)
+            self.colour(torch.from_numpy(labels), sums)
+
+    def mark_alive(self, labels: Labels) -> None:
+        """These features reach data at the current node (weights alone do not make a space)."""
+        if labels.kind == Kind.DATA:
+            for slot in labels.features:
+                if (id(slot), -1) not in self._seen:
+                    self._seen[id(slot), -1] = slot
+                    self.alive.append((torch.unique(slot).numpy(), self.node))
