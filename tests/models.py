@@ -133,7 +133,7 @@ class OneChannelMask(nn.Module):
         return self.h(F.relu(self.a(x)) * torch.sigmoid(self.m(x)))
 
 
-@net((4,))
+@net((4, 8))
 class DepthwiseTwo(nn.Module):
     """Depthwise with multiplier 2: a feature moves two channels."""
 
@@ -482,3 +482,124 @@ class CalledAcrossCut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.mid(F.silu(self.f(F.silu(self.a(x)))))
         return self.h(F.silu(self.f(y)))
+
+
+# ------------------------------------------------------------------ blocks
+TOKENS = (5, 6)
+
+
+@net((2, 4, 4, 8, 8))
+class Grouped(nn.Module):
+    """Two grouped convolutions in a row, with other groups; the second one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.bn, self.t = nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2, groups=2)
+        self.h = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(F.relu(self.t(F.relu(self.bn(self.g(F.relu(self.a(x))))))))
+
+
+@net((2, 8))
+class GroupNorms(nn.Module):
+    """Groups of a norm on a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+        self.n, self.m, self.h = nn.GroupNorm(2, 8), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.n(self.a(x)))
+        return self.h(F.relu(y + self.m(self.b(y))))
+
+
+class _Heads(nn.Module):
+    """Attention by hand, with a bias table and a scale for every head."""
+
+    def __init__(self, width: int, heads: int, tokens: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.table = nn.Parameter(torch.zeros(heads, tokens, tokens))
+        self.scale = nn.Parameter(torch.ones(heads, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        w = (q @ k.transpose(-2, -1) * self.scale + self.table).softmax(-1)
+        return self.out((w @ v).transpose(1, 2).reshape(b, n, c))
+
+
+@net((2, 8, 8, 8, 12), TOKENS)
+class Transformer(nn.Module):
+    """A stem, one block with attention and a hidden layer, a norm, a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.attn = nn.Linear(6, 8), _Heads(8, 2, 5)
+        self.n1, self.n2, self.n3 = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        y = y + self.attn(self.n1(y))
+        y = y + self.down(F.gelu(self.up(self.n2(y))))
+        return self.head(self.n3(y).mean(1))
+
+
+@net((2, 4, 8, 8, 8), TOKENS)
+class FewKeys(nn.Module):
+    """Four query heads on two key and value heads, on a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.q, self.o = nn.Linear(6, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.k, self.v, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        b, n, _ = y.shape
+        q = self.q(y).view(b, n, 4, 4).transpose(1, 2)
+        k, v = (
+            m(y).view(b, n, 2, 4).transpose(1, 2).repeat_interleave(2, 1) for m in (self.k, self.v)
+        )
+        y = y + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, 16))
+        return self.head(F.relu(y))
+
+
+@net((2, 4, 8), TOKENS)
+class HeadNorms(nn.Module):
+    """Queries and keys are normalised inside each head, with weights that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(6, 24), nn.Linear(8, 3)
+        self.nq, self.nk = nn.LayerNorm(4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        w = (self.nq(q) @ self.nk(k).transpose(-2, -1)).softmax(-1)
+        return self.head((w @ v).transpose(1, 2).reshape(b, n, 8))
+
+
+@net((2, 3, 8, 18), TOKENS)
+class Experts(nn.Module):
+    """Stacked weights: experts, each with hidden units of its own; heads made by one einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 4, 6))
+        self.o = nn.Parameter(torch.zeros(3, 2, 4))
+        self.gate = nn.Linear(6, 3)
+        self.up, self.down = nn.Parameter(torch.zeros(3, 6, 6)), nn.Parameter(torch.zeros(3, 6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bnc,hdc->bnhd", x, self.w)
+        y = torch.einsum("bnhd,ohd->bno", (y / y.norm(dim=-1, keepdim=True)).tanh(), self.o)
+        m = x.mean(1)
+        z = F.gelu(torch.einsum("bi,eih->ebh", m, self.up)) @ self.down
+        return y.mean(1) + (self.gate(m).softmax(-1).T.unsqueeze(-1) * z).sum(0)

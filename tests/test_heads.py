@@ -23,7 +23,7 @@ from torchvision.models.resnet import BasicBlock
 
 import zipfx
 from zipfx.assemble import Assembly
-from zipfx.labels import support, vector
+from zipfx.labels import overlapping
 from zipfx.spaces import select
 
 ZIP = importlib.import_module("zipfx.zip")
@@ -60,12 +60,12 @@ def expected_heads(job: Assembly, merged: fx.GraphModule, x: Sequence[Any]) -> l
             if names[i] not in trunk.values or not fact.is_tensor or node.op == "get_attr":
                 continue
             value = trunk.values[names[i]]
-            for slot in fact.values[0].features:
-                dims = tuple(sorted(support(slot)))
-                labels = vector(slot, *dims).numpy()
-                source = torch.arange(len(labels))
-                for s, index in analysis.grouping.tables(labels):
-                    source[index] = index[matchings[s].of(k)]
+            for dims, slots in overlapping(fact.values[0].features):
+                source = torch.arange(len(slots[0]))
+                for s, index in analysis.grouping.tables(*slots):  # blocks, then what is inside
+                    move = torch.arange(len(source))
+                    move[index] = index[matchings[s].of(k)]
+                    source = move[source]
                 value = select(value, dims, source)
             given[node.name] = value
         found.append(Values(module, given).run(*copy.deepcopy(tuple(x))))
