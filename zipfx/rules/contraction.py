@@ -50,9 +50,14 @@ def contract(
     return Labels(
         tuple(shape),
         combine(ledger, [s for s in kept if support(s)]),
-        tuple(s for lab in framed for s in lab.fixed if k not in support(s) and support(s)),
+        tuple(_without(s, k) for lab in framed for s in lab.fixed if support(s) - {k}),
         max(x.kind, w.kind),
     )
+
+
+def _without(fixed: Tensor, k: int) -> Tensor:
+    """What a coordinate still tells when everything along k has been summed."""
+    return project(fixed, support(fixed) - {k}) if k in support(fixed) else fixed
 
 
 def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
