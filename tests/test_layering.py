@@ -13,7 +13,8 @@ PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors statistics matrices match.protocol match.identity match.permute match.zip match
     spaces labels shadow trace
-    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
+    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
+    rules.register rules
     interpret group verify analyze calibrate correspond observe fuse heads rewrite assemble
     repair report zip
 """.split()

@@ -9,6 +9,7 @@ from zipfx.match import Identity, Matcher, Permute, Zip
 from zipfx.matrices import Matching
 from zipfx.report import Report
 from zipfx.rewrite import head
+from zipfx.rules import register_rule
 from zipfx.spaces import Axis, Pinned, Place, Role, Space, SpaceMap
 from zipfx.statistics import Statistics
 from zipfx.zip import zip
@@ -30,5 +31,6 @@ __all__ = [
     "ZipError",
     "analyze",
     "head",
+    "register_rule",
     "zip",
 ]
