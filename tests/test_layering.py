@@ -11,7 +11,7 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors statistics matrices match.protocol match.identity match.permute match.zip match
+    errors table statistics matrices match.protocol match.identity match.permute match.zip match
     spaces labels shadow trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.register rules
