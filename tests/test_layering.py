@@ -12,7 +12,7 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors table statistics matrices match.protocol match.identity match.permute match.zip match
-    spaces labels shadow trace
+    draw spaces labels shadow trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.register rules
     interpret group verify analyze calibrate correspond observe fuse heads rewrite assemble

@@ -10,7 +10,7 @@ from zipfx.matrices import Matching
 from zipfx.report import Report
 from zipfx.rewrite import head
 from zipfx.rules import register_rule
-from zipfx.spaces import Axis, Pinned, Place, Role, Space, SpaceMap
+from zipfx.spaces import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
@@ -19,6 +19,7 @@ __all__ = [
     "Identity",
     "Matcher",
     "Matching",
+    "NodeInfo",
     "Permute",
     "Pinned",
     "Place",

@@ -6,6 +6,7 @@ import copy
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,20 @@ class Pinned:
 
 
 @dataclass(frozen=True)
+class NodeInfo:
+    """A node of the traced graph through which data runs.
+
+    label: what it does, such as "Conv2d layer1.0.conv1" or "add"; module: qualified name of the
+    innermost module it lies in ("": the model itself); inputs: names of the nodes it reads.
+    """
+
+    name: str
+    label: str
+    module: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SpaceMap:
     """All feature spaces of a model, and what is pinned.
 
@@ -97,6 +112,7 @@ class SpaceMap:
     pinned: tuple[Pinned, ...]
     notes: tuple[str, ...] = ()
     variances: frozenset[str] = field(default=frozenset(), repr=False)
+    nodes: tuple[NodeInfo, ...] = field(default=(), repr=False)
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self.spaces)
@@ -128,6 +144,30 @@ class SpaceMap:
             for name, order in permutations.items():
                 permute_axes(tensors, self[name], order)
         return twin
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture of the traced graph, coloured by feature space: .svg, .png or .pdf.
+
+        A box has the colours of the spaces that its result carries, grey where it carries none
+        (pinned, or no features); an arrow has the colour of what it hands on. Nodes that look at
+        shapes only, or compute weights, are left out. Drawn by graphviz where its Python package
+        and its program `dot` are installed, else by matplotlib.
+
+        Raises:
+            ZipError: another ending, neither is installed, or the map has no nodes.
+        """
+        from zipfx.draw import Box, draw  # needed by nothing else
+
+        if not self.nodes:
+            raise ZipError("this map knows no graph: draw a map that zipfx.analyze has made")
+        carried: dict[str, list[int]] = {}
+        for i, space in enumerate(self.spaces):
+            for place in space.places:
+                carried.setdefault(place.node, []).append(i)
+        boxes = [Box(n.name, n.label, n.inputs, tuple(carried.get(n.name, ()))) for n in self.nodes]
+        wide = max((len(s.name) for s in self.spaces), default=0)
+        legend = [f"{s.name:{wide}} {s.size:5} {block_text(s.blocks)}" for s in self.spaces]
+        draw(path, boxes, [text.rstrip() for text in legend])
 
     def __str__(self) -> str:
         lines = [*_space_lines(self.spaces), ""] if self.spaces else []
