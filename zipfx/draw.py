@@ -227,7 +227,7 @@ def _with_matplotlib(path: Path, boxes: Sequence[Box], legend: Sequence[str]) ->
         )
 
 
-NOTHING = "pinned, or no feature"
+NOTHING = "no space"
 
 
 def _curves(placed: Layout, steps: int = 17) -> Floats:
@@ -254,19 +254,19 @@ def _bars(left: Floats, width: Floats, y: Floats) -> Floats:
 # ------------------------------------------------------------------ graphviz
 def _with_graphviz(graphviz: Any, path: Path, boxes: Sequence[Box], legend: Sequence[str]) -> None:
     colours = palette(len(legend))
-    font = {"fontname": "monospace", "fontsize": "9"}
-    dot = graphviz.Digraph(
-        format=path.suffix[1:].lower(),
-        graph_attr={"ranksep": "0.25", "nodesep": "0.2"},
-        node_attr={"shape": "box", "height": "0.25", "margin": "0.08,0.03", **font},
-        edge_attr={"arrowsize": "0.5"},
-    )
     rows = [*zip([fill for fill, _ in colours], legend, strict=True), (GREY[0], NOTHING)]
     cells = "".join(
         f'<tr><td bgcolor="{fill}">   </td><td align="left">{html.escape(text)}</td></tr>'
         for fill, text in rows
     )
-    dot.node("legend of spaces", f'<<table border="0">{cells}</table>>', shape="plain")
+    table = {"label": f'<<table border="0">{cells}</table>>', "labelloc": "t", "labeljust": "l"}
+    font = {"fontname": "monospace", "fontsize": "9"}
+    dot = graphviz.Digraph(
+        format=path.suffix[1:].lower(),
+        graph_attr={"ranksep": "0.25", "nodesep": "0.2", **table, **font},
+        node_attr={"shape": "box", "height": "0.25", "margin": "0.08,0.03", **font},
+        edge_attr={"arrowsize": "0.5"},
+    )
     lines = {}
     for box in boxes:
         own = [colours[c] for c in box.colours] or [GREY]
