@@ -3,17 +3,29 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from zipfx.rules import TAUGHT
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 pytest.register_assert_rewrite("laws")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _forget_rules() -> Iterator[None]:
+    """What a test teaches the analysis ends with it."""
+    before = dict(TAUGHT)
+    yield
+    TAUGHT.clear()
+    TAUGHT.update(before)
 
 
 def shared(path: str) -> Path:

@@ -11,9 +11,10 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors statistics matrices match.protocol match.identity match.permute match.zip match
-    spaces labels ledger shadow trace
-    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
+    errors table statistics matrices match.protocol match.identity match.permute match.zip match
+    draw spaces labels ledger shadow trace
+    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
+    rules.register rules
     interpret nesting group places mapping verify analyze calibrate correspond observe fuse pairing
     heads rewrite assemble repair report zip
 """.split()

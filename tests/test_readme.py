@@ -8,12 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-def test_python_blocks_run() -> None:  # over 10 s: it zips a pair of ResNet-18 several times
+def test_python_blocks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # over 10 s: it zips a pair of ResNet-18 several times
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 5
+    monkeypatch.chdir(tmp_path)  # it draws a picture
     names: dict[str, Any] = {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -23,4 +28,5 @@ def test_python_blocks_run() -> None:  # over 10 s: it zips a pair of ResNet-18 
     assert tuple(names["birds"].shape) == (16, 200)
     assert names["merged"](names["images"][0]).shape == (16, 120)
     assert "zip of 2 models, up to 'layer3'" in printed.getvalue()
+    assert (tmp_path / "spaces.svg").stat().st_size > 10_000
     assert "layer1.0.conv1" in printed.getvalue()

@@ -9,7 +9,8 @@ from zipfx.match import Identity, Matcher, Permute, Zip
 from zipfx.matrices import Matching
 from zipfx.report import Report
 from zipfx.rewrite import head
-from zipfx.spaces import Axis, Pinned, Place, Role, Space, SpaceMap
+from zipfx.rules import register_rule
+from zipfx.spaces import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
@@ -18,6 +19,7 @@ __all__ = [
     "Identity",
     "Matcher",
     "Matching",
+    "NodeInfo",
     "Permute",
     "Pinned",
     "Place",
@@ -30,5 +32,6 @@ __all__ = [
     "ZipError",
     "analyze",
     "head",
+    "register_rule",
     "zip",
 ]

@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from zipfx.errors import ZipError, first_line
 from zipfx.group import Grouping, group
-from zipfx.interpret import Facts, interpret
+from zipfx.interpret import Facts, interpret, module_path
 from zipfx.labels import Kind
 from zipfx.mapping import find_spaces
-from zipfx.spaces import SpaceMap
+from zipfx.spaces import NodeInfo, SpaceMap
 from zipfx.trace import trace
 from zipfx.verify import failing_spaces
 
@@ -56,7 +56,7 @@ class Analysis:
 
     def _regroup(self, last: int) -> Analysis:
         grouping = group(self.facts, last, self.held, self.crossing)
-        spaces = find_spaces(self.module.graph, self.facts, grouping, self.held)
+        spaces = _find_spaces(self.module, self.facts, grouping, self.held)
         return replace(self, grouping=grouping, spaces=spaces)
 
 
@@ -109,8 +109,41 @@ def run_analysis(
                 "the model itself accepts (example_inputs=...)"
             ) from error
         grouping = group(facts)
-        found = Analysis(module, facts, grouping, find_spaces(module.graph, facts, grouping))
+        found = Analysis(module, facts, grouping, _find_spaces(module, facts, grouping, {}))
         return checked(found, inputs, seed=seed) if verify else found
+
+
+def _find_spaces(
+    module: fx.GraphModule, facts: Facts, grouping: Grouping, held: Mapping[int, str]
+) -> SpaceMap:
+    spaces = find_spaces(module.graph, facts, grouping, held)
+    return replace(spaces, nodes=_data_nodes(module, facts))
+
+
+def _data_nodes(module: fx.GraphModule, facts: Facts) -> tuple[NodeInfo, ...]:
+    """The nodes that data runs through: not those of shapes, constants and weights."""
+    pairs = zip(module.graph.nodes, facts.nodes, strict=True)
+    kept = {node: _label(module, node) for node, fact in pairs if fact.kind == Kind.DATA}
+    return tuple(
+        NodeInfo(
+            node.name,
+            label,
+            module_path(node),
+            tuple(i.name for i in node.all_input_nodes if i in kept),
+        )
+        for node, label in kept.items()
+    )
+
+
+def _label(module: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"{type(module.get_submodule(str(node.target))).__name__} {node.target}"
+    if node.op == "placeholder":
+        return f"input {node.target}"
+    if isinstance(node.target, str):  # a method, a buffer, the output
+        return node.target
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.removesuffix(".default")
 
 
 def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysis:

@@ -24,12 +24,14 @@ from zipfx.rules import (
     IDENTITY,
     MOVEMENT,
     RULES,
+    TAUGHT,
     UNIFORM,
     Call,
     join,
     movement,
     opaque,
     pointwise,
+    taught,
 )
 from zipfx.shadow import Shadows
 from zipfx.trace import CONSTANTS, clone_tensors, named_tensors
@@ -146,6 +148,8 @@ class _Mode(TorchDispatchMode):
             if "empty" in str(op):
                 return [Labels(tuple(t.shape), kind=Kind.CONSTANT) for t in targets]
             return [by_value(t) for t in targets]
+        if op in TAUGHT:
+            return taught(call, targets)
         if op in _COPY:
             return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
         if op in IDENTITY:
@@ -191,7 +195,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         mode, ledger = self.mode, self.mode.ledger
-        ledger.node, ledger.where = len(self.facts), describe(n)
+        ledger.node, ledger.where = len(self.facts), _spot(n)
         mode.writes = set()
         with mode:  # only here: the label arithmetic below is not to be interpreted
             value = super().run_node(n)
@@ -226,9 +230,20 @@ def describe(node: fx.Node) -> str:
         if isinstance(node.target, str)
         else getattr(node.target, "__name__", str(node.target))
     )
-    stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
-    place = f" in module {stack[-1]!r}" if stack and stack[-1] not in ("", target) else ""
+    path = module_path(node)
+    place = f" in module {path!r}" if path not in ("", target) else ""
     return f"node {node.name!r} ({node.op} {target}{place})"
+
+
+def _spot(node: fx.Node) -> str:
+    path = module_path(node)
+    return f"node {node.name!r}" + (f" in module {path!r}" if path else "")
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost module that a traced node lies in ("": the model itself)."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
 
 
 def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:

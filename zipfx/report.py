@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
-from zipfx.spaces import Pinned, table
+from zipfx.spaces import Pinned, pinned_lines
+from zipfx.table import table
 from zipfx.trace import clone_tensors
 
 
@@ -80,15 +81,7 @@ class Report:
         if self.unmerges:
             lines += ["", f"explicit unmerge at the cut: {', '.join(self.unmerges)}"]
         if self.pinned:
-            lines += [
-                "",
-                *table(
-                    [
-                        ("pinned", "dim", "features", "why"),
-                        *((p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned),
-                    ]
-                ),
-            ]
+            lines += ["", *pinned_lines(self.pinned)]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
 

@@ -6,11 +6,13 @@ import copy
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.table import summary, table
 
 
 class Role(str, enum.Enum):
@@ -106,6 +108,20 @@ class Pinned:
 
 
 @dataclass(frozen=True)
+class NodeInfo:
+    """A node of the traced graph through which data runs.
+
+    label: what it does, such as "Conv2d layer1.0.conv1" or "add"; module: qualified name of the
+    innermost module it lies in ("": the model itself); inputs: names of the nodes it reads.
+    """
+
+    name: str
+    label: str
+    module: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SpaceMap:
     """All feature spaces of a model, and what is pinned.
 
@@ -122,6 +138,7 @@ class SpaceMap:
     pinned: tuple[Pinned, ...]
     notes: tuple[str, ...] = ()
     variances: frozenset[str] = field(default=frozenset(), repr=False)
+    nodes: tuple[NodeInfo, ...] = field(default=(), repr=False)
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self.spaces)
@@ -163,25 +180,46 @@ class SpaceMap:
                 permute_axes(tensors, self[name], order)
         return twin
 
+    def draw(self, path: str | Path) -> None:
+        """Write a picture of the traced graph, coloured by feature space: .svg, .png or .pdf.
+
+        A box has the colours of the spaces that its result carries, grey where it carries none
+        (pinned, or no features); an arrow has the colour of what it hands on. Nodes that look at
+        shapes only, or compute weights, are left out. Drawn by graphviz where its Python package
+        and its program `dot` are installed, else by matplotlib.
+
+        Raises:
+            ZipError: another ending, neither is installed, or the map has no nodes.
+        """
+        from zipfx.draw import Box, draw  # needed by nothing else
+
+        if not self.nodes:
+            raise ZipError("this map knows no graph: draw a map that zipfx.analyze has made")
+        carried: dict[str, list[int]] = {}
+        for i, space in enumerate(self.spaces):
+            for place in space.places:
+                carried.setdefault(place.node, []).append(i)
+        boxes = [Box(n.name, n.label, n.inputs, tuple(carried.get(n.name, ()))) for n in self.nodes]
+        wide = max((len(s.name) for s in self.spaces), default=0)
+        legend = [f"{s.name:{wide}} {s.size:5} {block_text(s.blocks)}" for s in self.spaces]
+        draw(path, boxes, [text.rstrip() for text in legend])
+
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("space", "size", "produced by", "consumed by", "elementwise")
-        ]
-        for s in self.spaces:
-            by = {r: [a.parameter for a in s.axes if a.role == r] for r in Role}
-            rows.append((s.name, str(s.size), *(_short(by[r]) for r in Role)))
-        lines = table(rows)
+        lines = [*_space_lines(self.spaces), ""] if self.spaces else []
         if self.pinned:
-            lines += [
-                "",
-                *table(
-                    [
-                        ("pinned", "dim", "features", "why"),
-                        *((p.parameter, str(p.dim), str(p.count), p.reason) for p in self.pinned),
-                    ]
-                ),
-            ]
+            lines += [*pinned_lines(self.pinned), ""]
+        lines.append(self._totals())
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def _totals(self) -> str:
+        free = {(a.parameter, a.dim) for s in self.spaces for a in s.axes}
+        still = {(p.parameter, p.dim) for p in self.pinned}
+        fixed, part, axes = len(still - free), len(still & free), len(still | free)
+        share = f"{fixed / max(1, axes):.0%}"
+        return (
+            f"{len(self.spaces)} spaces, {sum(s.size for s in self.spaces):,} features; "
+            f"{fixed} of {axes} parameter axes ({share}) pinned as a whole, {part} in part"
+        )
 
 
 def permute_axes(tensors: Mapping[str, Tensor], space: Space, order: Tensor) -> None:
@@ -231,13 +269,47 @@ def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:
     return picked.reshape(moved.shape).movedim(last, dims)
 
 
-def _short(names: list[str], most: int = 3) -> str:
-    more = f" +{len(names) - most}" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+# ------------------------------------------------------------------ as text
+WIDTH = 110
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows of text as aligned lines, the first one a header."""
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+def block_text(blocks: tuple[int, ...]) -> str:
+    """Sizes of blocks, in short.
+
+    >>> block_text((32, 32, 32)), block_text((8, 16)), block_text(())
+    ('3 x 32', '8 + 16', '')
+    """
+    if len(set(blocks)) > 1:
+        many = f"{len(blocks)} of {min(blocks)} to {max(blocks)}"
+        return " + ".join(map(str, blocks)) if len(blocks) < 4 else many
+    return f"{len(blocks)} x {blocks[0]}" if blocks else ""
+
+
+def _space_lines(spaces: tuple[Space, ...]) -> list[str]:
+    """One row per space; parameters are named by their modules."""
+    last = 3 if any(s.blocks for s in spaces) else 2
+    named = ((s.name, str(s.size), block_text(s.blocks))[:last] for s in spaces)
+    start: list[tuple[str, ...]] = [("space", "size", "blocks")[:last], *named]
+    widths = [min(34, max(len(r[i]) for r in start)) for i in range(len(start[0]))]
+    each = (WIDTH - sum(widths) - 2 * (len(widths) + 2)) // 3
+    rows: list[tuple[str, ...]] = [(*start[0], "produced by", "consumed by", "elementwise")]
+    for row, s in zip(start[1:], spaces, strict=True):
+        by = ([_owner(a.parameter) for a in s.axes if a.role == r] for r in Role)
+        rows.append((*row, *(summary(names, each) for names in by)))
+    return table(rows, [*widths, each, each, each])
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter
+
+
+def pinned_lines(pinned: tuple[Pinned, ...]) -> list[str]:
+    """What is pinned as a table, one row per reason."""
+    reasons: dict[str, list[Pinned]] = {}
+    for p in pinned:
+        reasons.setdefault(p.reason, []).append(p)
+    rows = [("pinned", "axes", "indices", "why")]
+    for reason, axes in reasons.items():
+        names = summary((f"{p.parameter} dim {p.dim}" for p in axes), 70, " (+{} more)")
+        rows.append((names, str(len(axes)), str(sum(p.count for p in axes)), reason))
+    return table(rows, [40, 6, 8, WIDTH - 40 - 6 - 8 - 6])

@@ -5,30 +5,43 @@ the labels, pointwise operations carry `torch.Tag.pointwise`. What is left is in
 40 operations in four files. An operation without a rule pins what it touches and says so.
 """
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zipfx.labels import Labels
 from zipfx.rules import contraction, spatial, together
 from zipfx.rules.call import RULES, Call, rule
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
+from zipfx.rules.register import TAUGHT, register_rule, taught
 
 __all__ = [
     "ALSO_POINTWISE",
     "IDENTITY",
     "MOVEMENT",
     "RULES",
+    "TAUGHT",
     "UNIFORM",
     "Call",
+    "Labels",
     "contraction",
     "join",
     "movement",
     "opaque",
     "pointwise",
+    "register_rule",
     "rule",
     "spatial",
+    "taught",
     "together",
 ]
 
 
 def opaque(call: Call) -> None:
     """What is not understood pins everything it touches."""
+    name, where = call.op.name(), call.ledger.where
+    why = f"{name} is not understood ({where})"
+    if any(isinstance(t, Tensor) for t in tree_leaves(call.result)) or call.op._schema.is_mutable:
+        why += "; teach it with zipfx.register_rule, see docs/analysis.md"
     for t in call.tensors():
-        call.ledger.pin(call.of(t).features, f"{call.op} is not understood")
+        call.ledger.pin(call.of(t).features, why)
