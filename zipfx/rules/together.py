@@ -44,7 +44,7 @@ def _normalise(
 def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
     """Features are taken together over `dims`: symmetric if all of an axis takes part, else blocks.
 
-    Returns x with blocks in the place of their features.
+    Returns what is left after a reduction over `dims`: the blocks, and features that lie elsewhere.
     """
     if any(support(slot) & dims for slot in x.features):
         ledger.trait("mixes")
