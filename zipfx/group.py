@@ -9,6 +9,7 @@ attention heads of a layer, say, and the heads themselves are another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -122,16 +123,36 @@ class Grouping:
         found: dict[int, Tensor] = {}
         for labels in slots:
             index, space, member = self.entries(labels)
-            v = self.vertex[labels[index]]
+            if not len(index):
+                continue
+            vertex = self.vertex[labels[index]]
             ties = index if tie is None else tie[index]
-            order = np.lexsort((index, ties, self.first[v], self.kind[v], member, space))
+            order = np.lexsort((index, ties, self.rank[vertex], member, space))
             index, space, member = index[order], space[order], member[order]
-            for s, start, stop in _runs(space):
-                size, count = self.sizes[s], stop - start
-                regular = np.repeat(np.arange(size), max(1, count // size))
-                if len(regular) == count and (member[start:stop] == regular).all():
-                    found.setdefault(s, torch.from_numpy(index[start:stop]).reshape(size, -1))
+            starts = np.flatnonzero(np.diff(space, prepend=-1))
+            count = np.diff(starts, append=len(space))
+            size = self._sizes[space[starts]]
+            within = np.arange(len(space)) - np.repeat(starts, count)
+            regular = member == within // np.repeat(np.maximum(count // size, 1), count)
+            whole = np.logical_and.reduceat(regular, starts) & (count % size == 0)
+            table = torch.from_numpy(index)
+            for s, n, start, length in np.stack([space[starts], size, starts, count], 1)[
+                whole
+            ].tolist():
+                found.setdefault(s, table[start : start + length].reshape(n, -1))
         return sorted(found.items())
+
+    @functools.cached_property
+    def _sizes(self) -> Ints:
+        return np.array(self.sizes, np.int64)
+
+    @functools.cached_property
+    def rank(self) -> Ints:
+        """(V,) order of vertices by class, then by first label."""
+        order = np.lexsort((self.first, self.kind))
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        return rank
 
     def spaces(self, labels: Ints) -> set[int]:
         """The spaces that move any of these labels."""
@@ -150,9 +171,10 @@ class Grouping:
         the features of the space."""
         own = np.flatnonzero(self.space == space)
         own = own[np.argsort(self.member[own])]
-        label = self._label()[own]
+        label = self._label[own]
         return [(s, table) for s, table in self.tables(label) if s != space]
 
+    @functools.cached_property
     def _label(self) -> Ints:
         """Some label of every vertex."""
         found = np.zeros(len(self.kind), np.int64)

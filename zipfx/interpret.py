@@ -7,7 +7,6 @@ later stage reads.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +84,21 @@ class _Mode(TorchDispatchMode):
         self.shadows = Shadows()
         self.notes: list[str] = []
         self.writes: set[int] = set()
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _save(self, t: Tensor) -> None:
+        """Keep what was in a storage that this run did not make, before it is written to."""
+        owner, storage = self.shadows.owner(t), t.untyped_storage()
+        if (owner is None or owner < 0) and storage._cdata not in self._saved:
+            size = storage.nbytes() // t.itemsize
+            whole = torch.empty(0, dtype=t.dtype, device=t.device)
+            whole = whole.set_(storage, 0, (size,), (1,))
+            self._saved[storage._cdata] = whole, whole.clone()
+
+    def restore(self) -> None:
+        """Undo all writes to storages that this run did not make."""
+        for whole, before in self._saved.values():
+            whole.copy_(before)
 
     def _use(self, t: Tensor) -> None:
         """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
@@ -106,12 +120,14 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        for t in _tensors(args, kwargs) if func in _NORMS else written:
+            self._save(t)  # norms may write to their statistics without saying so
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, self.ledger, self.of)
         operands = call.tensors()
         for t in operands:
             self._use(t)
-        written = _written(func, args, kwargs)
         storages = {t.untyped_storage()._cdata for t in operands}
         fresh = [
             t
@@ -173,6 +189,10 @@ class _Mode(TorchDispatchMode):
             return True
         indices = tree_leaves((call.arg("indices"), call.arg("index")))
         return all(self.of(i).kind != Kind.DATA for i in indices if isinstance(i, Tensor))
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -250,7 +270,6 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
-    module = copy.deepcopy(module)  # forward may write to its own parameters
     with torch.no_grad():
         named = named_tensors(module)
         for i, (name, t) in enumerate(named.items()):
@@ -259,5 +278,8 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1 - i)
         interpreter = _Interpreter(module, mode)
-        interpreter.run(*clone_tensors(tuple(inputs)))
+        try:
+            interpreter.run(*clone_tensors(tuple(inputs)))
+        finally:
+            mode.restore()
     return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), tuple(named))

@@ -80,7 +80,9 @@ def narrow(slot: Tensor) -> Tensor:
     for d, (n, stride) in enumerate(zip(slot.shape, slot.stride(), strict=True)):
         if n > 1:
             first = slot.narrow(d, 0, 1)
-            if stride == 0 or bool((slot == first).all()):
+            if stride == 0 or (
+                bool((slot.narrow(d, 1, 1) == first).all()) and bool((slot == first).all())
+            ):
                 slot = first
     return slot
 

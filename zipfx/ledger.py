@@ -133,7 +133,7 @@ class Ledger:
         slot, by: labels of two axes of one parameter, that of the rows being `by`; parts: how many
         equal parts the rows make (default: every row is one). None where they are not such axes.
         """
-        axis, rows = self._axis(slot), self._axis(by)
+        axis, rows = self.axis(slot), self.axis(by)
         if axis is None or rows is None or axis.name != rows.name or axis.dim == rows.dim:
             return None
         parts = parts or rows.size
@@ -148,7 +148,7 @@ class Ledger:
         own = self._parted[key] + part * axis.size + slot - axis.start
         return torch.where((slot > 0) & (by > 0), own, 0)
 
-    def _axis(self, slot: Tensor) -> AxisLabels | None:
+    def axis(self, slot: Tensor) -> AxisLabels | None:
         """The axis that all labels of a slot come from."""
         ids = slot[slot > 0]
         if not len(ids):
@@ -163,6 +163,11 @@ class Ledger:
         finer belongs to the coarser. Returns the slots that are needed to tell all features.
         """
         if a is b:
+            return (a,)
+        if a.shape == b.shape and self._distinct(a) and self._distinct(b):
+            x, y = a.reshape(-1).numpy(), b.reshape(-1).numpy()
+            if not np.array_equal(x, y):
+                self.edges.append(Edge(x, y, self.node, weights_only))
             return (a,)
         u, v = broadcast(a, b)
         mask = (u > 0) & (v > 0)
@@ -187,6 +192,16 @@ class Ledger:
         if few_y.all() and bool(((v > 0) | (u <= 0)).all()):
             return (b,)
         return a, b
+
+    def _ids(self, slot: Tensor) -> Tensor:
+        """The labels of a slot, each once, sorted."""
+        if id(slot) not in self._unique:
+            self._unique[id(slot)] = slot, torch.unique(slot)  # keeps it alive: ids stay unique
+        return self._unique[id(slot)][1]
+
+    def _distinct(self, slot: Tensor) -> bool:
+        ids = self._ids(slot)
+        return 0 < len(ids) == slot.numel() and int(ids[0]) > 0
 
     def unify(self, a: Tensor, b: Tensor, *, weights_only: bool) -> Tensor:
         """Make the features of two slots one, elementwise after broadcasting; return the union."""
@@ -252,16 +267,14 @@ class Ledger:
         from the others, and the two halves of `h[:, :4] - h[:, 4:]` from each other.
         """
         for slot in slots:
-            if id(slot) not in self._unique:
-                self._unique[id(slot)] = (slot, torch.unique(slot))
-            ids = self._unique[id(slot)][1]
+            ids = self._ids(slot)
             self.colour(ids, torch.full_like(ids, operand + 1))
 
     def pin(self, slots: Iterable[Tensor], reason: str) -> None:
         """Make every feature of these slots distinct from all others, and say why."""
         self.trait("mixes")
         for slot in slots:
-            ids = torch.unique(slot)
+            ids = self._ids(slot)
             self.colour(ids, ids, reason)
 
     def collapse(self, slot: Tensor, dims: Iterable[int], reason: str) -> Tensor:
@@ -309,4 +322,4 @@ class Ledger:
             for slot in labels.features:
                 if (id(slot), -1) not in self._seen:
                     self._seen[id(slot), -1] = slot
-                    self.alive.append((torch.unique(slot).numpy(), self.node))
+                    self.alive.append((self._ids(slot).numpy(), self.node))

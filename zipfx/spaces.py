@@ -175,9 +175,7 @@ class SpaceMap:
         twin = copy.deepcopy(model)
         tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
         tensors.update(twin.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
-            for name, order in permutations.items():
-                permute_axes(tensors, self[name], order)
+        permute_axes(tensors, [self[name] for name in permutations], permutations)
         return twin
 
     def draw(self, path: str | Path) -> None:
@@ -222,8 +220,34 @@ class SpaceMap:
         )
 
 
-def permute_axes(tensors: Mapping[str, Tensor], space: Space, order: Tensor) -> None:
-    """Move feature order[j] of a space to position j on all its axes, in place."""
+def permute_axes(
+    tensors: Mapping[str, Tensor], spaces: Sequence[Space], orders: Mapping[str, Tensor]
+) -> None:
+    """Move feature orders[name][j] of each space to position j on all its axes, in place."""
+    for space in spaces:
+        _check_order(space, orders[space.name])
+    axes: dict[tuple[str, int, int], list[tuple[Axis, Tensor]]] = {}
+    for space in spaces:
+        for axis in space.axes:
+            if not axis.implied:
+                key = axis.parameter, axis.dim, axis.parts
+                axes.setdefault(key, []).append((axis, orders[space.name]))
+    with torch.no_grad():
+        for (name, dim, parts), moves in sorted(axes.items(), key=lambda item: item[0][2]):
+            t, by = tensors[name], moves[0][0].by  # rows move before what lies in their parts
+            source = torch.arange(t.shape[dim] * parts)
+            for axis, order in moves:
+                step = torch.arange(len(source))
+                step[axis.index.flatten()] = axis.index[order].flatten()
+                source = source[step]
+            if by < 0:
+                t.copy_(t.index_select(dim, source.to(t.device)))
+            else:
+                rows = by_rows(source % t.shape[dim], dim, by, parts, t.shape)
+                t.copy_(t.gather(dim, rows.to(t.device)))
+
+
+def _check_order(space: Space, order: Tensor) -> None:
     if sorted(order.tolist()) != list(range(space.size)):
         raise ZipError(
             f"space {space.name!r} has {space.size} features; the permutation given for it is no "
@@ -237,18 +261,6 @@ def permute_axes(tensors: Mapping[str, Tensor], space: Space, order: Tensor) -> 
                 "given for it moves features from one block to another (whole blocks are a space "
                 f"of their own: {[b.space for b in space.within]})"
             )
-    for axis in space.axes:
-        if axis.implied:
-            continue
-        t = tensors[axis.parameter]
-        source = torch.arange(t.shape[axis.dim] * axis.parts)
-        source[axis.index.flatten()] = axis.index[order].flatten()
-        if axis.by < 0:
-            t.copy_(t.index_select(axis.dim, source.to(t.device)))
-        else:
-            index = source % t.shape[axis.dim]
-            rows = by_rows(index, axis.dim, axis.by, axis.parts, t.shape)
-            t.copy_(t.gather(axis.dim, rows.to(t.device)))
 
 
 def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int]) -> Tensor:

@@ -90,15 +90,13 @@ def failing_spaces(
 
     def holds(names: Sequence[str], last: bool = False) -> bool:
         chosen = [spaces[name] for name in names]
-        with torch.no_grad():
-            for space in chosen:
-                permute_axes(tensors, space, orders[space.name])
-            after, _ = _run(twin, inputs, keep)
+        permute_axes(tensors, chosen, orders)
+        after, _ = _run(twin, inputs, keep)
         expected = {name: _reordered(before[name], name, chosen, orders) for name in keep}
         fine = all(_close(expected[name], after[name], tolerance) for name in keep)
-        with torch.no_grad():
-            for space in chosen if not (fine and last) else ():  # nothing follows: leave them
-                permute_axes(tensors, space, torch.argsort(orders[space.name]))
+        if not (fine and last):  # else nothing follows: leave them
+            for space in reversed(chosen):
+                permute_axes(tensors, [space], {space.name: torch.argsort(orders[space.name])})
         return fine
 
     def search(names: Sequence[str]) -> set[str]:

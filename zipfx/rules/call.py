@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,10 @@ class Call:
         return self.of(self.arg(name))
 
     def tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    @functools.cached_property
+    def _tensors(self) -> list[Tensor]:
         return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
 

@@ -75,8 +75,8 @@ def _batch_norm(call: Call) -> tuple[Labels, ...]:
 
 
 def _names(ledger: Ledger, lab: Labels) -> set[tuple[str, int]]:
-    starts = {int(s.reshape(-1)[0]) for s in lab.features if s.numel()}
-    return {(axis.name, ledger.node) for axis in ledger.axes if axis.start in starts}
+    axes = (ledger.axis(s) for s in lab.features)
+    return {(axis.name, ledger.node) for axis in axes if axis is not None}
 
 
 def _rest(call: Call) -> list[Labels]:
