@@ -123,13 +123,15 @@ class _State:
         """One round; (children, parents) when nothing is left to do."""
         self.tidy()
         self.kind = kind = self.refine()
-        swap = kind[self.a] > kind[self.b]
+        swap = kind[self.a] + (self.a > self.b) * 0.5 > kind[self.b]
         a, b = np.where(swap, self.b, self.a), np.where(swap, self.a, self.b)
+        codes = np.unique((a << 32) | b)  # some pairs were seen in either order
+        a, b = codes >> 32, codes & 0xFFFFFFFF
         relation = np.unique((kind[a] << 32) | kind[b], return_inverse=True)[1]
         part, p, q, full, alone = _parts(relation, a, b)
         same = kind[a] == kind[b]
         bad = ~full[part] | (same & ~((p == 1) & (q == 1))[part])
-        bad = np.isin(relation, relation[bad & ~alone[relation]])
+        bad = np.isin(relation, relation[bad])
         if bad.any():
             self.hold(np.unique([a[bad], b[bad]]))
             return None
