@@ -42,7 +42,6 @@ BLOCKS = {
     "stacked_experts": "spaces that differ from row to row of a weight are not found",
     "qkv_view_permute": "features inside heads are not exchanged",
 }
-UNOBSERVED = {"lstm_two_layers_bidirectional": "its inner spaces lie inside one node"}
 
 Element = tuple[str, int, int]
 
@@ -124,7 +123,7 @@ def test_no_trap_is_a_space(name: str) -> None:
         assert trap not in ours
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, UNOBSERVED))
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs)

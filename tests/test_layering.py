@@ -12,10 +12,10 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors statistics matrices match.protocol match.identity match.permute match.zip match
-    spaces labels shadow trace
-    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
-    interpret group verify analyze calibrate correspond observe fuse heads rewrite assemble
-    repair report zip
+    tap spaces labels shadow trace
+    rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
+    rules interpret group verify analyze calibrate correspond observe fuse
+    heads rewrite assemble repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

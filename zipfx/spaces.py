@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.tap import Address
 
 
 class Role(str, enum.Enum):
@@ -37,7 +38,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Place:
-    """A node of the traced graph whose result carries the features of a space.
+    """A node of the traced graph whose result carries the features of a space, or an address
+    (`inner`) inside a node at which they are met.
 
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
@@ -51,6 +53,7 @@ class Place:
     read: bool
     blurred: tuple[int, ...] = ()
     source: bool = False
+    inner: Address | None = None
 
 
 @dataclass(frozen=True)
