@@ -378,3 +378,74 @@ def test_flags_are_restored_after_success_and_failure(name: str, chosen: bool) -
         assert flags() == before
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+# ------------------------------------------------------------------ cells as they are on CUDA
+def lstm_cell(a: Tensor, b: Tensor, c: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gates = sum(bias, start=a + b)
+    i, f, g, o = gates.chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c, gates
+
+
+def gru_cell(a: Tensor, b: Tensor, h: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = (a + bias[0], b + bias[1]) if bias else (a, b)
+    (r, z, n), (hr, hz, hn) = a.chunk(3, 1), b.chunk(3, 1)
+    n, z = torch.tanh(n + (r + hr).sigmoid() * hn), (z + hz).sigmoid()
+    return n + z * (h - n), h.new_zeros(len(h), 5 * h.shape[1])
+
+
+@pytest.fixture
+def cuda_cells() -> Any:
+    """The operations that only CUDA has, on the CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_thnn_fused_lstm_cell", lstm_cell, "CPU")
+    library.impl("_thnn_fused_gru_cell", gru_cell, "CPU")
+    yield
+    library._destroy()
+
+
+class Fused(nn.Module):
+    """A layer as `torch.lstm` and `torch.gru` run it on CUDA without cuDNN."""
+
+    def __init__(self, gates: int, bias: bool) -> None:
+        super().__init__()
+        self.op: Any = {4: "_thnn_fused_lstm_cell", 3: "_thnn_fused_gru_cell"}[gates]
+        self.gates, self.bias = gates, bias
+        self.w, self.u = nn.Linear(6, gates * 9, bias), nn.Linear(9, gates * 9, bias)
+        self.out = nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        op = getattr(torch.ops.aten, self.op)
+        h, c = x.new_zeros(len(x), 9), x.new_zeros(len(x), 9)
+        bias = (self.w.bias, self.u.bias) if self.bias else ()
+        for gates in F.linear(x, self.w.weight).unbind(1):
+            hidden = F.linear(h, self.u.weight)
+            if self.gates == 4:
+                h, c, _ = op(gates, hidden, c, *bias)
+            else:
+                h, _ = op(gates, hidden, h, *bias)
+        return self.out(h)
+
+
+@pytest.mark.parametrize("gates", [3, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_fused_cell_is_understood(gates: int, bias: bool, cuda_cells: None) -> None:
+    class AsLeaf(Tracer):
+        def is_leaf_module(self, m: nn.Module, name: str) -> bool:
+            return isinstance(m, Fused) or super().is_leaf_module(m, name)
+
+    model, x = own(Fused(gates, bias)), example("lstm")
+    spaces = run_analysis(trace(model, AsLeaf()), (x,)).spaces
+    (space,) = [s for s in spaces if s.size == 9]
+    tied = {(a.parameter, a.dim): a.index.numel() for a in space.axes}
+    tensors = ("w.weight", "u.weight", *(("w.bias", "u.bias") if bias else ()))
+    assert tied == {
+        **{(f"leaf.{name}", 0): gates * 9 for name in tensors},
+        ("leaf.u.weight", 1): 9,
+        ("leaf.out.weight", 1): 9,
+    }
+    twin = spaces.permuted(model, spaces.random_permutations(1))
+    assert error(run(model, (x,)), run(twin, (x,))) < EXACT
+    merged = merge([model, twin], [(x,)] * 3, matcher="permute", tracer=AsLeaf())
+    assert error(run(model, (x,)), run(merged, (x,))) < EXACT

@@ -14,7 +14,7 @@ ORDER = """
     errors statistics matrices match.protocol match.identity match.permute match.zip match
     tap spaces labels shadow trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
-    rules interpret group verify analyze calibrate correspond observe fuse
+    rules.recurrent rules interpret group verify analyze calibrate correspond observe fuse
     heads rewrite assemble repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

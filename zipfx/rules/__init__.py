@@ -5,7 +5,7 @@ the labels, pointwise operations carry `torch.Tag.pointwise`. What is left is in
 40 operations in four files. An operation without a rule pins what it touches and says so.
 """
 
-from zipfx.rules import contraction, spatial, together
+from zipfx.rules import contraction, recurrent, spatial, together
 from zipfx.rules.call import RULES, Call, rule
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
@@ -22,6 +22,7 @@ __all__ = [
     "movement",
     "opaque",
     "pointwise",
+    "recurrent",
     "rule",
     "spatial",
     "together",
