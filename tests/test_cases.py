@@ -32,7 +32,6 @@ UNTRACEABLE = {
     "slice_assignment": "an item of a tensor is assigned",
     "list_input_iteration": "a list of inputs is iterated in Python",
 }
-UNOBSERVED = {"lstm_two_layers_bidirectional": "its inner spaces lie inside one node"}
 
 Element = tuple[str, int, int, "tuple[int, int] | None"]  # parameter, dim, index, rows
 Axis = tuple[str, int, Tensor, "tuple[int, int] | None"]
@@ -132,7 +131,7 @@ def test_no_trap_is_a_space(name: str) -> None:
         assert trap not in ours
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, UNOBSERVED))
+@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs)

@@ -12,9 +12,9 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors table statistics matrices match.protocol match.identity match.permute match.zip match
-    draw spaces labels ledger shadow trace
+    tap draw spaces labels ledger shadow trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
-    rules.register rules
+    rules.recurrent rules.register rules
     interpret nesting group places mapping verify analyze calibrate correspond observe fuse pairing
     heads rewrite assemble repair report zip
 """.split()

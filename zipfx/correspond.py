@@ -6,7 +6,8 @@ Names may differ between models; order, operations, settings and shapes may not.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ def last_node(module: fx.GraphModule, partial: str | None) -> int:
     raise ZipError(
         f"partial={partial!r} names no module that the model runs; the nearest names are {near}"
     )
+
+
+def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[int]) -> int:
+    """The last node of the trunk, once it has taken apart the tuples it made (nn.LSTM's result).
+
+    tuples: indices of the nodes whose result is no tensor; all models must take the same items.
+    """
+    graphs = [list(m.graph.nodes) for m in modules]
+    at = [{node: i for i, node in enumerate(nodes)} for nodes in graphs]
+    while last + 1 < min(map(len, graphs)):
+        nodes = [nodes[last + 1] for nodes in graphs]
+        if any(
+            n.target is not operator.getitem or not isinstance(n.args[0], fx.Node) for n in nodes
+        ):
+            break
+        items = [(at[k][n.args[0]], str(n.args[1])) for k, n in enumerate(nodes)]
+        if len(set(items)) > 1 or items[0][0] not in tuples:
+            break
+        last += 1
+    return last
 
 
 def check_models(models: Any) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Kind, Labels, by_value, positions
+from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
 from zipfx.ledger import Ledger
 from zipfx.rules import (
     ALSO_POINTWISE,
@@ -33,6 +34,7 @@ from zipfx.rules import (
     taught,
 )
 from zipfx.shadow import Shadows
+from zipfx.tap import Address, Weights, decomposed, meetings
 from zipfx.trace import CONSTANTS, clone_tensors, named_tensors
 
 aten = torch.ops.aten
@@ -43,12 +45,27 @@ _INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim"
 
 
 @dataclass(frozen=True)
+class Heard:
+    """What was met at an address inside a node: the labels along `axis` (counted from the end).
+
+    blurred: dimensions along which other features lie; data: whether it depends on the input.
+    """
+
+    address: Address
+    axis: int
+    labels: Ints
+    blurred: tuple[int, ...]
+    data: bool
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """What one graph node computed.
 
     values: labels of the tensors in its result, in pytree order; kind: the largest of theirs
     (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
-    whose storages this one changed in place; traits: see `Ledger.trait`.
+    whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
+    and make inside it.
     """
 
     values: tuple[Labels, ...]
@@ -57,6 +74,7 @@ class NodeFacts:
     owners: frozenset[int]
     writes: frozenset[int]
     traits: frozenset[str]
+    inner: tuple[Heard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,8 +101,14 @@ class _Mode(TorchDispatchMode):
         self.ledger = ledger
         self.shadows = Shadows()
         self.notes: list[str] = []
-        self.writes: set[int] = set()
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.begin(Weights(None, ()))
+
+    def begin(self, weights: Weights) -> None:
+        """A node begins, with these weights."""
+        self.weights = weights
+        self.writes: set[int] = set()
+        self.inner: dict[Any, Heard] = {}
 
     def _save(self, t: Tensor) -> None:
         """Keep what was in a storage that this run did not make, before it is written to."""
@@ -151,7 +175,20 @@ class _Mode(TorchDispatchMode):
                 self.shadows.write(t, labels, self.ledger.node)
             else:
                 self.shadows.put(t, labels, self.ledger.node)
+        for meeting in meetings(func, operands) if fresh else ():
+            key = self.weights.key(meeting.weight)
+            if key is not None and self.of(meeting.weight).kind == Kind.WEIGHT:
+                self._hear((key, False), self.of(meeting.other), meeting.axis)
+                self._hear((key, True), self.of(fresh[0]), meeting.axis)
         return result
+
+    def _hear(self, address: Address, labels: Labels, axis: int) -> None:
+        ndim = len(labels.shape)
+        along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
+        ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
+        others = {d - ndim for s in labels.features for d in support(s)} - {axis}
+        heard = Heard(address, axis, ids, tuple(sorted(others)), labels.kind == Kind.DATA)
+        self.inner[address, axis, ids.tobytes(), heard.blurred, heard.data] = heard
 
     def _labels(
         self, call: Call, operands: Sequence[Tensor], targets: Sequence[Tensor]
@@ -216,8 +253,10 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         mode, ledger = self.mode, self.mode.ledger
         ledger.node, ledger.where = len(self.facts), _spot(n)
-        mode.writes = set()
-        with mode:  # only here: the label arithmetic below is not to be interpreted
+        args = self.fetch_args_kwargs_from_env(n)
+        leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        mode.begin(Weights(leaf, args))
+        with decomposed(leaf), mode:  # only here: label arithmetic is not to be interpreted
             value = super().run_node(n)
         leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
@@ -238,6 +277,7 @@ class _Interpreter(fx.Interpreter):
                 frozenset(o for o in owners if o is not None),
                 frozenset(mode.writes),
                 frozenset(ledger.traits.get(ledger.node, ())),
+                tuple(mode.inner.values()),
             )
         )
         return value

@@ -7,6 +7,8 @@ computed it, so that an activation dies as early as in its own model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,8 +16,10 @@ from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
+from zipfx.interpret import describe
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Statistics
+from zipfx.tap import Tap
 from zipfx.trace import clone_tensors
 
 Choose = Callable[[Space], Sequence[Place]]
@@ -37,6 +41,7 @@ class Observer(nn.Module):
         super().__init__()
         index = place.index
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
+        self.inner = place.inner
         self.models, (self.size, self.occurrences) = models, index.shape
         self.count = 0
         self.resolution = torch.finfo(torch.float32).eps
@@ -55,11 +60,13 @@ class Observer(nn.Module):
         x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
         return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
-    def forward(self, *features: Tensor) -> None:
-        """Read the K models' activations at this place."""
-        if features[0].is_floating_point():
-            self.resolution = torch.finfo(features[0].dtype).eps
-        x = torch.cat([self._samples(f) for f in features], 1)
+    def forward(self, *features: Any) -> None:
+        """Read the K models' activations at this place (of a place inside a node: what a `Tap`
+        has heard in each model)."""
+        several = [[f] if self.inner is None else f[self.inner] for f in features]
+        if several[0][0].is_floating_point():
+            self.resolution = torch.finfo(several[0][0].dtype).eps
+        x = torch.cat([torch.cat([self._samples(t) for t in f]) for f in several], 1)
         if not len(x):
             return
         if not self.count:
@@ -151,6 +158,7 @@ def joint_graph(
     root = nn.Module()
     root.models = nn.ModuleList(modules)
     root.observers = nn.ModuleDict({n: o for group in observers.values() for n, o in group})
+    root.taps = nn.ModuleDict()
     graph = fx.Graph()
     seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
     nodes = [list(m.graph.nodes) for m in modules]
@@ -165,15 +173,25 @@ def joint_graph(
                 own = graph.call_function(clone_tensors, (shared,)) if clone_inputs else shared
                 mine[nodes[k][i]] = own
             continue
-        copies = []
+        copies, heard = [], []
+        addresses = {o.inner for _, o in observers.get(node.name, ()) if o.inner is not None}
         for k, mine in enumerate(seen):
-            copy = graph.node_copy(nodes[k][i], mine.__getitem__)
+            own = nodes[k][i]
+            copy = graph.node_copy(own, mine.__getitem__)
             if node.op in ("call_module", "get_attr"):
-                copy.target = f"models.{k}.{nodes[k][i].target}"
-            mine[nodes[k][i]] = copy
+                copy.target = f"models.{k}.{own.target}"
+            if addresses:
+                where = f"model {k}: {describe(own)}"
+                root.taps[f"{i}_{k}"] = Tap(modules[k], own.op, own.target, addresses, where)
+                copy.op, copy.target = "call_module", f"taps.{i}_{k}"
+                heard.append(graph.call_function(getitem, (copy, 1)))
+                copy = graph.call_function(getitem, (copy, 0))
+            mine[own] = copy
             copies.append(copy)
-        for name, _ in observers.get(node.name, ()):
-            graph.call_module(f"observers.{name}", tuple(copies))
+        for name, observer in observers.get(node.name, ()):
+            graph.call_module(
+                f"observers.{name}", tuple(copies if observer.inner is None else heard)
+            )
     graph.output(())
     module = fx.GraphModule(root, graph, "Joint")
     graph.lint()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from zipfx.group import Grouping
@@ -49,7 +50,33 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
         if reads:
             source = _source(nodes, at, facts, found, weighted, reads[-1])
             found[source] = replace(found[source], source=True)
-    return {s: list(found.values()) for s, found in places.items()}
+    ordinary = {s: list(found.values()) for s, found in places.items()}
+    return {**_inner_places(nodes, facts, grouping), **ordinary}
+
+
+def _inner_places(nodes: list[fx.Node], facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:
+    """Where weights inside a node read or make the features.
+
+    An address that is reached several times (a loop over time) must carry them at the same place
+    each time; what a hidden-to-hidden weight reads does not, as it starts with a constant.
+    """
+    places: dict[int, list[Place]] = {}
+    for node, fact in zip(nodes[: grouping.last + 1], facts.nodes):
+        for address in dict.fromkeys(heard.address for heard in fact.inner):
+            heard = [h for h in fact.inner if h.address == address]
+            if len({(h.axis, h.blurred, h.data) for h in heard}) > 1 or not heard[0].data:
+                continue
+            tables = [dict(grouping.tables(h.labels)) for h in heard]
+            own = set(grouping.space[grouping.vertex[heard[0].labels]].tolist())
+            for s, index in tables[0].items():
+                if all(s in t and torch.equal(t[s], index) for t in tables):
+                    made, axis, blurred = address[1], (heard[0].axis,), heard[0].blurred
+                    mixed = index.shape[1] > 1 and grouping.mixes(s, heard[0].labels)
+                    place = Place(
+                        node.name, axis, index, not made, blurred, made, s in own, mixed, address
+                    )
+                    places.setdefault(s, []).append(place)
+    return places
 
 
 def _source(

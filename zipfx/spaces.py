@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zipfx.errors import ZipError
 from zipfx.table import summary, table
+from zipfx.tap import Address
 
 
 class Role(str, enum.Enum):
@@ -46,7 +47,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Place:
-    """A node of the traced graph whose result carries the features of a space.
+    """A node of the traced graph whose result carries the features of a space, or an address
+    (`inner`) inside a node at which they are met.
 
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
@@ -64,6 +66,7 @@ class Place:
     source: bool = False
     own: bool = True
     mixed: bool = False
+    inner: Address | None = None
 
 
 @dataclass(frozen=True)

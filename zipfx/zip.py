@@ -12,7 +12,14 @@ from zipfx import match
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.calibrate import BatchToArgs, calibration, example_arguments, fixed_randomness
-from zipfx.correspond import check_integers, check_models, check_outputs, correspond, last_node
+from zipfx.correspond import (
+    check_integers,
+    check_models,
+    check_outputs,
+    correspond,
+    last_node,
+    unpacked,
+)
 from zipfx.errors import ZipError, first_line
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
@@ -124,7 +131,8 @@ def zip(
             inputs = example_arguments(modules[0].forward, data, example_inputs, away)
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
-            analysis = _analyse(modules[0], inputs, last, verify, seed)
+            analysis = _analyse(modules, inputs, last, verify, seed)
+            last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
             while not blind and (
                 unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
@@ -217,11 +225,17 @@ def _parameter_names(module: nn.Module) -> set[str]:
 
 
 def _analyse(
-    module: fx.GraphModule, inputs: tuple[Any, ...], last: int, verify: bool, seed: int
+    modules: Sequence[fx.GraphModule],
+    inputs: tuple[Any, ...],
+    last: int,
+    verify: bool,
+    seed: int,
 ) -> Analysis:
-    if last == len(module.graph.nodes) - 1:
-        return run_analysis(module, inputs, verify=verify, seed=seed)
-    found = run_analysis(module, inputs, verify=False).cut(last)
+    if last == len(modules[0].graph.nodes) - 1:
+        return run_analysis(modules[0], inputs, verify=verify, seed=seed)
+    found = run_analysis(modules[0], inputs, verify=False)
+    tuples = [i for i, f in enumerate(found.facts.nodes) if f.values and not f.is_tensor]
+    found = found.cut(unpacked(modules, last, tuples))
     return checked(found, inputs, seed=seed) if verify else found
 
 

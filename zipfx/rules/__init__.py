@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels
-from zipfx.rules import contraction, spatial, together
+from zipfx.rules import contraction, recurrent, spatial, together
 from zipfx.rules.call import RULES, Call, rule
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
@@ -29,6 +29,7 @@ __all__ = [
     "movement",
     "opaque",
     "pointwise",
+    "recurrent",
     "register_rule",
     "rule",
     "spatial",

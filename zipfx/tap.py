@@ -1,0 +1,167 @@
+"""Tap: see what weights read and make inside one node of the traced graph.
+
+A leaf module (nn.LSTM, nn.TransformerEncoder) or a wrapped function is one node, whose result need
+not carry the features that live inside it.  They are met at the aten calls: an *address* says "what
+is multiplied with this window into this weight", or "what comes of it".  It counts no calls, so it
+holds for every batch size and sequence length; in a loop over time it is reached at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zipfx.errors import ZipError
+
+#: number of the tensor among those of the node, and the window into it (size and stride of every
+#: dimension that is longer than 1, offset in bytes)
+Key = tuple[int, tuple[tuple[int, int], ...], int]
+#: a weight, and whether its product is meant; else what it is multiplied with
+Address = tuple[Key, bool]
+
+#: contractions of two tensors, with the number of the first of the two among the operands
+_CONTRACTIONS = dict.fromkeys("mm bmm mv dot linear convolution _convolution embedding".split(), 0)
+_CONTRACTIONS |= {"addmm": 1, "baddbmm": 1}
+
+
+class Weights:
+    """The tensors that a node is given or owns; finds views of them."""
+
+    def __init__(self, module: nn.Module | None, args: Any) -> None:
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if module is not None:
+            named = (module.named_parameters, module.named_buffers)
+            tensors = [t for f in named for _, t in f(remove_duplicate=False)] + tensors
+        self.spans: list[tuple[int, int, int]] = []
+        for i, t in enumerate(tensors):
+            if t.layout == torch.strided and t.numel():
+                length = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+                self.spans.append((t.data_ptr(), t.data_ptr() + length * t.itemsize, i))
+
+    def key(self, t: Tensor) -> Key | None:
+        """Which window into which tensor `t` is, if it is a view of one."""
+        if t.layout != torch.strided or not t.numel():
+            return None
+        at = t.data_ptr()
+        for start, end, i in self.spans:
+            if start <= at < end:
+                window = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and s]
+                return i, tuple(window), at - start
+        return None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A weight meets another tensor in a contraction.
+
+    axis: the dimension, counted from the end, that is summed over in `other`; in the product it is
+    the one that the weight makes.
+    """
+
+    weight: Tensor
+    other: Tensor
+    axis: int
+
+
+def meetings(op: Any, operands: Sequence[Tensor]) -> list[Meeting]:
+    """How the two factors of a contraction may be seen, either being the weight."""
+    name = op.overloadpacket.__name__
+    first = _CONTRACTIONS.get(name)
+    if first is None:
+        return []
+    a, b = operands[first : first + 2]
+    if "convolution" in name:
+        return [Meeting(b, a, 1 - a.ndim)]
+    rows = -2 if name.endswith("mm") else -1
+    return [Meeting(b, a, -1), Meeting(a, b, rows)]
+
+
+@contextmanager
+def decomposed(module: nn.Module | None) -> Iterator[None]:
+    """Switch off the fused paths, inside which no aten call can be seen, then restore them.
+
+    module: the one that is to run, if any; oneDNN and cuDNN are only off for recurrent layers.
+    """
+    mha: Any = torch.backends.mha
+    kernels: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    fast, enabled = mha.get_fastpath_enabled(), [kernel.enabled for kernel in kernels]
+    recurrent = module is not None and any(isinstance(m, nn.RNNBase) for m in module.modules())
+    try:
+        mha.set_fastpath_enabled(False)
+        for kernel in kernels if recurrent else ():
+            kernel.enabled = False
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        mha.set_fastpath_enabled(fast)
+        for kernel, value in zip(kernels, enabled, strict=True) if recurrent else ():
+            kernel.enabled = value
+
+
+class _Listen(TorchDispatchMode):
+    def __init__(self, weights: Weights, addresses: Collection[Address]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights = weights
+        self.heard: dict[Address, list[Tensor]] = {address: [] for address in addresses}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for meeting in meetings(func, tensors):
+            key = self.weights.key(meeting.weight)
+            if key is not None and (key, False) in self.heard:
+                self.heard[key, False].append(meeting.other.clone())  # it may yet be written to
+            if key is not None and (key, True) in self.heard:
+                self.heard[key, True].append(_product(func, args, kwargs or {}, result))
+        return result
+
+
+def _product(op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Tensor:
+    """Without a bias: whether it is added here or later depends on the shapes."""
+    added = op.overloadpacket.__name__ in ("addmm", "baddbmm")
+    return result - kwargs.get("beta", 1) * args[0] if added else result.clone()
+
+
+class Tap(nn.Module):
+    """One node of one model: returns its result, and what was heard at every address.
+
+    Args:
+        module: the model, traced.
+        op, target: of the node.
+        where: the node, as messages name it.
+    """
+
+    def __init__(
+        self, module: nn.Module, op: str, target: Any, addresses: Collection[Address], where: str
+    ) -> None:
+        super().__init__()
+        self.inner = module.get_submodule(target) if op == "call_module" else None
+        self.op, self.target, self.addresses, self.where = op, target, tuple(addresses), where
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Mapping[Address, list[Tensor]]]:
+        """Run the node with the fused paths off."""
+        listen = _Listen(Weights(self.inner, (args, kwargs)), self.addresses)
+        with decomposed(self.inner), listen:
+            if self.inner is not None:
+                result = self.inner(*args, **kwargs)
+            elif self.op == "call_method":
+                result = getattr(args[0], self.target)(*args[1:], **kwargs)
+            else:
+                result = self.target(*args, **kwargs)
+        if not all(listen.heard.values()):
+            raise ZipError(
+                f"{self.where} does not compute on this batch what it computed on example_inputs: "
+                "features that were found inside it are not met; pass example_inputs that take the "
+                "same way through it as the calibration data"
+            )
+        return result, listen.heard
