@@ -26,12 +26,6 @@ NAMES = """
     two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
     list_input_iteration
 """.split()
-UNTRACEABLE = {
-    "chunk_csp_c2f": "a list is made of chunks in Python",
-    "shape_dependent_branch": "Python branches on a shape",
-    "slice_assignment": "an item of a tensor is assigned",
-    "list_input_iteration": "a list of inputs is iterated in Python",
-}
 BLOCKS = {
     "maxout_pairs": "the swap inside a pair is not found",
     "grouped_conv": "grouped convolutions are pinned",
@@ -92,7 +86,7 @@ def test_every_case_is_listed() -> None:
     assert sorted(shared_module("cases/models.py").CASES) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, BLOCKS))
+@pytest.mark.parametrize("name", expected_failures(BLOCKS))
 def test_ground_truth(name: str) -> None:
     model, inputs, cases = fetch(name)
     ours = found_spaces(zipfx.analyze(model, inputs, verify=False))
@@ -102,7 +96,7 @@ def test_ground_truth(name: str) -> None:
         assert any(contains(own, true) for own in ours), (name, size, axes[0][0])
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", expected_failures())
 def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs, verify=False)
@@ -112,7 +106,7 @@ def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
         assert error(expected, run(twin, inputs)) < EXACT
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", expected_failures())
 def test_no_trap_is_a_space(name: str) -> None:
     """A trap is a grouping that changes the function; one that lies in a space would do so."""
     model, inputs, cases = fetch(name)
@@ -124,7 +118,7 @@ def test_no_trap_is_a_space(name: str) -> None:
         assert trap not in ours
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE, UNOBSERVED))
+@pytest.mark.parametrize("name", expected_failures(UNOBSERVED))
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs)
@@ -138,15 +132,6 @@ def test_law_3(name: str) -> None:
     data = [tree_map(fresh, inputs) for _ in range(30)]
     merged = merge([model, twin], data, matcher="permute")
     assert error(run(model, inputs), run(merged, inputs)) < EXACT
-
-
-@pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_can_not_be_traced_says_so(name: str) -> None:
-    model, inputs, _ = fetch(name)
-    with pytest.raises(
-        zipfx.ZipError, match=r"can not trace \w+ at .*models\.py:\d+ \(.*\): .* Move"
-    ):
-        zipfx.analyze(model, inputs)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors statistics matrices match.protocol match.identity match.permute match.zip match
-    spaces labels shadow trace
+    spaces labels shadow tracers trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial rules
     interpret group verify analyze calibrate correspond observe fuse heads rewrite assemble
     repair report zip

@@ -68,7 +68,12 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
 
 
 def analyze(
-    model: nn.Module, example_inputs: Any, *, verify: bool = True, seed: int = 0
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    verify: bool = True,
+    seed: int = 0,
+    tracer: fx.Tracer | None = None,
 ) -> SpaceMap:
     """Find the feature spaces of a model; the model is left unchanged.
 
@@ -77,6 +82,7 @@ def analyze(
         example_inputs: the input (a tensor), or a tuple of positional arguments. Any batch size.
         verify: permute every space in float64 and compare; what changes the function is pinned.
         seed: of the permutations that verification draws (global RNG state is left alone).
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
 
     Returns:
         A `SpaceMap`: an iterable of spaces; `.pinned` says what is left fixed and why.
@@ -92,7 +98,10 @@ def analyze(
     >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
     [('0', 8)]
     """
-    return run_analysis(trace(model), as_inputs(example_inputs), verify=verify, seed=seed).spaces
+    inputs = as_inputs(example_inputs)
+    return run_analysis(
+        trace(model, tracer, inputs=inputs), inputs, verify=verify, seed=seed
+    ).spaces
 
 
 def run_analysis(

@@ -31,7 +31,7 @@ from zipfx.rules import (
     pointwise,
 )
 from zipfx.shadow import Shadows
-from zipfx.trace import CONSTANTS, clone_tensors, named_tensors
+from zipfx.trace import CONSTANTS, NOTES, clone_tensors, named_tensors
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -244,4 +244,5 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
                 mode.shadows.put(t, labels, -1 - i)
         interpreter = _Interpreter(module, mode)
         interpreter.run(*clone_tensors(tuple(inputs)))
-    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), tuple(named))
+    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
+    return Facts(ledger, tuple(interpreter.facts), tuple(notes), tuple(named))

@@ -7,8 +7,12 @@ and owns its buffers, in eval mode, without the caller's hooks.
 from __future__ import annotations
 
 import copy
+import inspect
+import linecache
+import operator
 import traceback
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from zipfx.errors import ZipError, first_line
+from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
 
 _HOOKS = (
     "_forward_hooks",
@@ -28,15 +33,10 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 
-
 #: meta key of a traced module: names of tensors that forward wrote down as constants
 CONSTANTS = "zipfx_constants"
-
-
-class Tracer(fx.Tracer):
-    """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants."""
-
-    proxy_buffer_attributes = True
+#: meta key of a traced module: what its graph takes for granted, for the report
+NOTES = "zipfx_notes"
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
@@ -75,14 +75,22 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
 
 
 def trace(
-    model: nn.Module, tracer: fx.Tracer | None = None, device: torch.device | None = None
+    model: nn.Module,
+    tracer: fx.Tracer | None = None,
+    device: torch.device | None = None,
+    inputs: Sequence[Any] | None = None,
 ) -> fx.GraphModule:
-    """Trace a model symbolically, in eval mode, without changing it.
+    """Trace a model, in eval mode, without changing it.
+
+    Where symbolic tracing fails and `inputs` are known, Python's questions (how long is this list,
+    is this size odd) are answered as for these inputs; the graph stays symbolic, and
+    `module.meta["zipfx_notes"]` says where forward went by a shape.
 
     Args:
-        model: any module that `torch.fx` can trace.
-        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules.
+        model: any module that `torch.fx` can trace; a GraphModule keeps its graph as it is.
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         device: where the traced module is to live; default: where the model is.
+        inputs: forward's arguments, on that device.
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -96,18 +104,67 @@ def trace(
     >>> [node.op for node in gm.graph.nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
+    if tracer is not None:
+        tracers = [tracer]
+    elif inputs is None:
+        tracers = [Tracer()]
+    else:
+        bound = _bound(model, inputs)
+        aware = ExampleTracer(clone_tensors(bound))
+        # a symbol is never None, so an argument that is would be taken for one that is there
+        tracers = [aware] if any(value is None for value in bound) else [Tracer(), aware]
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        if tracer is None and isinstance(model, fx.GraphModule):
+            return _as_traced(model, device)
+        for attempt in tracers:
+            try:
+                return _traced(model, attempt, device)
+            except ZipError:
+                if attempt is tracers[-1]:
+                    raise
+    raise AssertionError("there is always a tracer")
+
+
+def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) -> fx.GraphModule:
     twin = structural_copy(model, share_parameters=device is None).to(device)
     own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
-    tracer = Tracer() if tracer is None else tracer
+    aware = tracer if isinstance(tracer, ExampleTracer) else None
+    root = copy.deepcopy(twin) if aware else twin  # forward runs, and may write to its parameters
     try:
-        graph = tracer.trace(twin)
+        graph = tracer.trace(root)
     except ZipError:
         raise
     except Exception as error:
-        raise ZipError(_untraceable(model, error)) from error
+        raise ZipError(_untraceable(root, error)) from error
+    if aware:
+        _drop_answered(graph, aware.asked)
     _sink_shapes(graph)
-    module = fx.GraphModule(tracer.root, graph, type(model).__name__)
+    constants = {name: t for name, t in vars(root).items() if name not in vars(twin)}
+    twin.__dict__.update(constants)
+    module = fx.GraphModule(twin, graph, type(model).__name__)
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
+    module.meta[NOTES] = aware.notes if aware else []
+    return _with_tree(module, twin)
+
+
+def _as_traced(model: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:
+    """A graph that was traced before, with its order and names."""
+    twin = structural_copy(model, share_parameters=device is None).to(device)
+    assert isinstance(twin, fx.GraphModule)
+    for node in twin.graph.nodes:
+        if node.op == "call_module" and "nn_module_stack" not in node.meta:
+            parts = str(node.target).split(".")
+            paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
+            node.meta["nn_module_stack"] = stack
+    module = fx.GraphModule(twin, twin.graph, type(model).__name__)
+    module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
+    module.meta[NOTES] = list(model.meta.get(NOTES, ()))
+    return _with_tree(module, twin)
+
+
+def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
     for kind in ("_modules", "_parameters", "_buffers"):  # with containers, and what is not used
         module.__dict__[kind] = {**twin.__dict__[kind], **{
             k: v for k, v in module.__dict__[kind].items() if k not in twin.__dict__[kind]
@@ -115,8 +172,34 @@ def trace(
     # constants are part of the code, not of the state
     module._non_persistent_buffers_set = twin._non_persistent_buffers_set | module.meta[CONSTANTS]
     module.eval()
-    graph.lint()
+    module.graph.lint()
     return module
+
+
+def _bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """One value for each argument of forward, defaults included."""
+    try:
+        bound = inspect.signature(model.forward).bind(*inputs)
+    except TypeError:
+        return tuple(inputs)
+    bound.apply_defaults()
+    return tuple(bound.arguments.values())
+
+
+def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
+    """Erase what was computed only to answer a question of Python."""
+    asked = set(asked)
+    for node in reversed(list(graph.nodes)):
+        function = getattr(node.target, "__name__", "")
+        pure = (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
+            node.op == "call_function"
+            and (node.target is getattr or node.target is getattr(operator, function, None))
+            and not function.startswith("i")  # iadd and the like write
+            and node.target is not operator.setitem
+        )
+        if node in asked and pure and not node.users:
+            asked.update(node.all_input_nodes)
+            graph.erase_node(node)
 
 
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
@@ -144,20 +227,22 @@ def _sink_shapes(graph: fx.Graph) -> None:
         order = {n: i for i, n in enumerate(graph.nodes)}
 
 
-def _untraceable(model: nn.Module, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [
-        f
-        for f in frames
-        if "torch/fx/" not in f.filename.replace("\\", "/")
-        and "torch/nn/modules/module.py" not in f.filename.replace("\\", "/")
-        and "zipfx/trace.py" not in f.filename.replace("\\", "/")
-    ]
-    line = f" at {inside[-1].filename}:{inside[-1].lineno} ({inside[-1].line})" if inside else ""
+def _untraceable(root: nn.Module, error: Exception) -> str:
+    names = {id(m): name for name, m in root.named_modules()}
+    place, path = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, code = frame.f_code.co_filename, frame.f_code
+        if is_tracing_code(file) or "/torch/" in file.replace("\\", "/"):
+            continue
+        place = f" at {file}:{line} ({linecache.getline(file, line).strip()})"
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        path = names.get(id(owner), path)
+    inside = f" in module {path!r}" if path else ""
     return (
-        f"torch.fx can not trace {type(model).__name__}{line}: {first_line(error)}. Move the line "
-        "into a function marked with torch.fx.wrap, make the module that holds it a leaf with a "
-        "tracer of your own (tracer=...), or zip a smaller module that does not hold it"
+        f"torch.fx can not trace {type(root).__name__}{inside}{place}: {first_line(error)}. Move "
+        "the line into a function marked with torch.fx.wrap, make the module that holds it a leaf "
+        "with a tracer of your own (tracer=...), or zip a smaller module that does not hold it, "
+        "such as the part before it"
     )
 
 

@@ -20,7 +20,7 @@ from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.spaces import Space
-from zipfx.trace import is_batch_norm, trace
+from zipfx.trace import NOTES, is_batch_norm, trace
 
 REPAIRS = ("none", "bn")
 
@@ -64,7 +64,7 @@ def zip(
         progress: show progress bars.
         seed: of everything random; the caller's generators are restored afterwards.
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
-        tracer: an `fx.Tracer` of your own.
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         verify: check the analysis numerically (see `analyze`).
         places: where a space is observed: "source" (wherever a weight reads it, and before the
             activation of the last read; the best on real pairs, see benchmarks/places.py), "last"
@@ -121,8 +121,8 @@ def zip(
             else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
         )
         with stages.stage("trace"):
-            modules = [trace(m, tracer, None if away == home else away) for m in models]
-            inputs = example_arguments(modules[0].forward, data, example_inputs, away)
+            inputs = example_arguments(models[0].forward, data, example_inputs, away)
+            modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
             analysis = _analyse(modules[0], inputs, last, verify, seed)
@@ -131,7 +131,7 @@ def zip(
                 reason = "lies inside one node of the traced graph, where it can not be observed"
                 analysis = analysis.pin(unseen, reason)
             if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
-                modules = [trace(m, tracer, away) for m in models]  # forward writes to them
+                modules = [trace(m, tracer, away, inputs) for m in models]  # forward writes to them
         with stages.stage("correspond"):
             if partial is None:
                 check_outputs(modules, inputs)
@@ -166,6 +166,7 @@ def zip(
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
+        taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
@@ -193,6 +194,7 @@ def zip(
         batches=counts,
         notes=(
             *analysis.spaces.notes,
+            *(note for note in taken if note not in analysis.spaces.notes),
             *notes,
             *_unrepaired(analysis, merged, repair),
         ),
