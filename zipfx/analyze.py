@@ -38,10 +38,11 @@ class Analysis:
         """The same facts, seen only by the trunk that ends with the node of index `last`."""
         nodes = list(self.module.graph.nodes)
         at = {node: i for i, node in enumerate(nodes)}
+        left = self.facts.until(last).nodes
         crossing = tuple(
             i
             for i, node in enumerate(nodes[: last + 1])
-            if self.facts.nodes[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
+            if left[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
         )
         return replace(self, crossing=crossing)._regroup(last)
 
@@ -133,6 +134,7 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
         return found
     nodes = list(found.module.graph.nodes)
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
-    bad = failing_spaces(found.module, found.spaces, inputs, keep, seed)
+    last = nodes[found.grouping.last].name if keep else None
+    bad = failing_spaces(found.module, found.spaces, inputs, keep, last, seed)
     reason = "pinned by the numeric check: permuting it changed the function"
     return found.pin(bad, reason) if bad else found

@@ -127,6 +127,7 @@ def group(
     """
     ledger = facts.ledger
     last = len(facts.nodes) - 1 if last is None else last
+    facts = facts.until(last)
     known = _learn(ledger, last)
     for i in crossing:
         for slot in (slot for value in facts.nodes[i].values for slot in value.features):
@@ -235,6 +236,8 @@ def _named(spaces: list[Space]) -> tuple[Space, ...]:
 def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
+    facts = facts.until(grouping.last)
+    after = {i: nodes[j].name for j, i, _ in facts.rewritten if j <= grouping.last}
     # node -> spaces that some weight, or some head, reads from its result
     readers: dict[int, set[int]] = {i: set(range(len(grouping.sizes))) for i in grouping.crossing}
     for c in facts.ledger.contractions:
@@ -253,7 +256,8 @@ def _places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list
             blurred = tuple(sorted(others - set(dims)))
             for s, index in grouping.tables(vector(slot, *dims).numpy()):
                 read = s in readers.get(i, ())
-                places.setdefault(s, {})[i] = Place(node.name, dims, index, read, blurred)
+                place = Place(node.name, dims, index, read, blurred, after=after.get(i))
+                places.setdefault(s, {})[i] = place
     weighted = {c.node for c in facts.ledger.contractions}
     weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
     for found in places.values():

@@ -82,7 +82,8 @@ class _Planner:
         matchings: Mapping[int, Matching],
         k: int,
     ) -> None:
-        self.module, self.facts, self.grouping = module, facts, grouping
+        self.module, self.grouping = module, grouping
+        self.facts = facts.until(grouping.last)
         self.matchings, self.k = matchings, k
         self.nodes = list(module.graph.nodes)
         self.at = {n: i for i, n in enumerate(self.nodes)}
@@ -93,6 +94,10 @@ class _Planner:
         self.edges = _by_node((e.node, e) for e in ledger.edges)
         self.contractions = _by_node((c.node, c) for c in ledger.contractions)
         self.produced = _by_node((node, ids) for ids, node in ledger.produced)
+        # a head that writes in place, and reads what it wrote by its old name, does so on features
+        # of its own
+        late = [(j, i) for j, i, _ in facts.rewritten if j > self.last]
+        self.restless = {i for pair in late for i in pair}
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
         }
@@ -156,8 +161,9 @@ class _Planner:
                 if alias and fact.writes:
                     plan.same[j] = self._written_through(j, *alias)
                 elif alias or fact.kind in (Kind.WEIGHT, Kind.CONSTANT):
-                    nodes.add(j)
-                    stack.append(j)
+                    writers = {w for w, i, _ in self.facts.rewritten if i == j and w <= self.last}
+                    stack += {j, *writers} - nodes
+                    nodes |= {j, *writers}
         plan.nodes = sorted(nodes)
         return overwritten
 
@@ -246,7 +252,9 @@ class _Planner:
     ) -> dict[int, list[AxisMap]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
-        if not merged or node.op == "output" or fact.traits & {"elementwise", "mixes"}:
+        if not merged or node.op == "output" or i in self.restless:
+            return None
+        if fact.traits & {"elementwise", "mixes"}:
             return None
         if any(e.weights_only for e in self.edges.get(i, ())):
             return None

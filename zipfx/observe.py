@@ -36,7 +36,7 @@ class Observer(nn.Module):
     def __init__(self, place: Place, models: int) -> None:
         super().__init__()
         index = place.index
-        self.dims, self.blurred = place.dims, place.blurred
+        self.node, self.dims, self.blurred = place.node, place.dims, place.blurred
         self.models, (self.size, self.occurrences) = models, index.shape
         self.count = 0
         self.resolution = torch.finfo(torch.float32).eps
@@ -133,7 +133,7 @@ def joint_graph(
 ) -> fx.GraphModule:
     """One GraphModule that runs K corresponding models up to the last observed node.
 
-    observers: node name in model 0 -> (attribute name, observer) read there.
+    observers: node name in model 0 -> (attribute name, observer) read once it has run.
     clone_inputs: the models write into their inputs, so each gets its own copy.
     """
     root = nn.Module()
@@ -141,6 +141,7 @@ def joint_graph(
     root.observers = nn.ModuleDict({n: o for group in observers.values() for n, o in group})
     graph = fx.Graph()
     seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
+    joint: dict[str, tuple[fx.Node, ...]] = {}
     nodes = [list(m.graph.nodes) for m in modules]
     needed = [
         i for i, node in enumerate(nodes[0]) if node.name in observers or node.op == "placeholder"
@@ -160,8 +161,9 @@ def joint_graph(
                 copy.target = f"models.{k}.{nodes[k][i].target}"
             mine[nodes[k][i]] = copy
             copies.append(copy)
-        for name, _ in observers.get(node.name, ()):
-            graph.call_module(f"observers.{name}", tuple(copies))
+        joint[node.name] = tuple(copies)
+        for name, observer in observers.get(node.name, ()):
+            graph.call_module(f"observers.{name}", joint[observer.node])
     graph.output(())
     module = fx.GraphModule(root, graph, "Joint")
     graph.lint()
@@ -192,7 +194,7 @@ def observe(
     for i, space in enumerate(spaces):
         for j, place in enumerate(choose(space)):
             observer = Observer(place, len(modules))
-            observers.setdefault(place.node, []).append((f"space{i}_{j}", observer))
+            observers.setdefault(place.after or place.node, []).append((f"space{i}_{j}", observer))
             of_space.setdefault(space.name, []).append(observer)
     joint = joint_graph(modules, observers, clone_inputs)
     batches = 0

@@ -42,7 +42,7 @@ class Place:
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
     dimensions along which features of other spaces lie; source: whether the values of the last read
-    were made here, before their activation.
+    were made here, before their activation; after: a later node that finishes the value in place.
     """
 
     node: str
@@ -51,6 +51,7 @@ class Place:
     read: bool
     blurred: tuple[int, ...] = ()
     source: bool = False
+    after: str | None = None
 
 
 @dataclass(frozen=True)

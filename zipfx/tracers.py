@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -213,8 +212,14 @@ class ExampleTracer(Tracer):
 
             return record
 
-        with patch.dict(vars(torch), {name: recorded(getattr(torch, name)) for name in FACTORIES}):
+        factories = {name: getattr(torch, name) for name in FACTORIES}
+        try:
+            for name, factory in factories.items():
+                setattr(torch, name, recorded(factory))
             yield
+        finally:
+            for name, factory in factories.items():
+                setattr(torch, name, factory)
 
     # ---------------------------------------------------------------- values
     def _evaluate(
