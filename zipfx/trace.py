@@ -153,7 +153,7 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None) -> fx.GraphMo
     twin = structural_copy(model, share_parameters=device is None).to(device)
     assert isinstance(twin, fx.GraphModule)
     for node in twin.graph.nodes:
-        if node.op == "call_module" and "nn_module_stack" not in node.meta:
+        if node.op == "call_module" and len(node.meta.get("nn_module_stack", ())) < 2:  # was lost
             parts = str(node.target).split(".")
             paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
             stack = {path: (path, type(twin.get_submodule(path))) for path in paths}

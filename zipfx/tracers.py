@@ -32,12 +32,17 @@ FACTORIES = """
 _ESCAPES = ("tolist", "numpy")
 #: results with as many items as their input has rows or pieces
 _COUNTED = ("split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
+_SHAPE = "a shape"
 _TRACING = ("torch/fx/", "torch/nn/modules/module.py", "zipfx/trace.py", "zipfx/tracers.py")
 
 
 def is_tracing_code(filename: str) -> bool:
     """Whether a source file belongs to the tracing itself, not to the model."""
     return any(part in filename.replace("\\", "/") for part in _TRACING)
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _notrace(kind: str) -> tuple[Any, ...]:
@@ -63,16 +68,18 @@ class ExampleProxy(fx.Proxy):
     """A proxy that knows the value of its node on the example inputs.
 
     value: as the model would see it; given: whether it comes from the inputs at all, not from
-    parameters alone; free: whether the number, or the shape, is decided by the data of a tensor.
+    parameters alone; free: whether the number, or the shape, is decided by the data of a tensor;
+    about: what a branch on it is a branch on.
     """
 
     tracer: ExampleTracer
     value: Any
     given: bool
     free: bool
+    about: str
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("value", "given", "free", "node", "tracer"):  # not set yet
+        if name in ("value", "given", "free", "about", "node", "tracer"):  # not set yet
             raise AttributeError(name)
         record, value = self.tracer.create_proxy, self.value
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
@@ -242,10 +249,17 @@ class ExampleTracer(Tracer):
                 proxy.value = self._run(kind, target, values, options)
         finally:
             self._runs = False
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        name = _name(target)
         number = not any(isinstance(t, Tensor) for t in tree_leaves(proxy.value))
         escapes = watch.shape or (number and (watch.number or name in _ESCAPES))
-        proxy.free = proxy.given and (escapes or any(p.free for p in used))
+        proxy.free = escapes or any(p.free for p in used)
+        proxy.about = _SHAPE if proxy.given else "the state of the model"
+        if number and kind == "placeholder":
+            proxy.about = f"argument {target!r}"
+        elif number and target is getattr and args[1] in ("dtype", "device"):
+            proxy.about = f"a {args[1]}"
+        elif number and proxy.given:
+            proxy.about = next((p.about for p in used if p.given and p.about != _SHAPE), _SHAPE)
         if used and (target is operator.setitem or (name.endswith("_") and name[-2:-1] != "_")):
             used[0].given |= proxy.given
 
@@ -282,46 +296,45 @@ class ExampleTracer(Tracer):
 
     def answer(self, proxy: ExampleProxy) -> Any:
         """The value of a node, which Python needs; it may depend on shapes, not on data."""
-        if proxy.free or (isinstance(proxy.value, Tensor) and proxy.given):
+        data = proxy.free or isinstance(proxy.value, Tensor)
+        if data and proxy.given:
             raise TraceError(
                 f"Python needs the value of node {proxy.node.name!r}, which depends on the data "
                 "of a tensor: it is another one for every input"
             )
-        if proxy.given:
-            self._ask(proxy, "forward branches on a shape")
-        elif isinstance(proxy.value, Tensor):
-            self._ask(proxy, "forward branches on a buffer or parameter")
+        if data or proxy.given:
+            self._ask(proxy)
         return proxy.value
 
     def shape_of(self, proxy: ExampleProxy) -> Any:
         """The value of a node of which Python needs only the length."""
-        if proxy.free:
+        if proxy.free and proxy.given:
             raise TraceError(
                 f"Python needs the length of node {proxy.node.name!r}, which depends on the data "
                 "of a tensor: it is another one for every input"
             )
         if proxy.given and self._counted(proxy):
-            self._ask(proxy, "forward branches on a shape")
+            self._ask(proxy)
         return proxy.value
 
     def _counted(self, proxy: ExampleProxy) -> bool:
         """Whether another input may well have another number of items."""
-        node, value = proxy.node, proxy.value
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        node, value, name = proxy.node, proxy.value, _name(proxy.node.target)
         while node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
         listed = node.op == "placeholder" and not isinstance(value, (Mapping, str))
         return isinstance(value, Tensor) or name in _COUNTED or listed
 
     # ---------------------------------------------------------------- notes
-    def _ask(self, proxy: ExampleProxy, what: str) -> None:
+    def _ask(self, proxy: ExampleProxy) -> None:
         self.asked.add(proxy.node)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and is_tracing_code(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
             file, line = frame.f_code.co_filename, frame.f_lineno
-            note = f"{what} at {file}:{line}; traced for inputs of shape {self.shapes}"
+            note = f"forward branches on {proxy.about} at {file}:{line}; traced for inputs of shape"
+            note = f"{note} {self.shapes}"
             if not linecache.getline(file, line).lstrip().startswith("assert"):
                 self._fresh.append((proxy.node, note))
 
