@@ -20,7 +20,7 @@ from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
 from zipfx.group import Grouping
-from zipfx.interpret import Facts, describe
+from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, support, vector
 from zipfx.matrices import Matching
 from zipfx.trace import named_tensors
@@ -242,6 +242,11 @@ class _Planner:
         crossing = j <= self.last and j not in plan.nodes and j not in early
         return crossing and self.facts.nodes[j].kind == Kind.DATA and self._carries(j)
 
+    def _seen(self, j: int, i: int) -> NodeFacts:
+        """What node j holds by the time that node i reads it."""
+        later = [fact for at, k, fact in self.facts.rewritten if k == j and at < i]
+        return later[-1] if later else self.facts.nodes[j]
+
     def _parameters(self, i: int) -> list[Tensor]:
         node = self.nodes[i]
         nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
@@ -259,7 +264,7 @@ class _Planner:
         if any(e.weights_only for e in self.edges.get(i, ())):
             return None
         for source in node.all_input_nodes:
-            other = self.facts.nodes[self.at[source]]
+            other = self._seen(self.at[source], i)
             plain = self.at[source] not in merged and other.kind == Kind.DATA
             if plain and any(v.features for v in other.values):
                 return None

@@ -178,9 +178,12 @@ def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
 
 def _bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """One value for each argument of forward, defaults included."""
+    signature = inspect.signature(model.forward)
     try:
-        bound = inspect.signature(model.forward).bind(*inputs)
-    except TypeError:
+        bound = signature.bind(*inputs)
+    except TypeError as error:
+        if len(inputs) > len(signature.parameters):
+            raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
         return tuple(inputs)
     bound.apply_defaults()
     return tuple(bound.arguments.values())
