@@ -268,6 +268,34 @@ def test_an_argument_that_is_none_is_none_and_one_that_is_given_is_not() -> None
     assert traced.meta[NOTES] == []
 
 
+class Unions(nn.Module):
+    """Takes a tensor or a list of them; the answer to `isinstance` is no for every symbol."""
+
+    def forward(self, x: Any, again: Any = None) -> Tensor:
+        if again is not None:
+            return x
+        return x * 2 if isinstance(x, Tensor) else x * 1
+
+
+def test_a_graph_that_computes_something_else_is_refused() -> None:
+    says = r"the traced graph does not compute what Unions computes .*\(outputs have other values\)"
+    with pytest.raises(zipfx.ZipError, match=says):
+        trace(Unions(), inputs=(ROWS,))
+    wrong = trace(Unions())
+    assert error(run(wrong, (ROWS,)), ROWS) == 0
+
+
+def test_symbols_are_kept_where_none_makes_no_difference() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, mask)
+
+    traced = trace(Attention(), inputs=(torch.randn(2, 3, 4),))
+    assert traced.meta[NOTES] == []
+    x, mask = torch.randn(2, 3, 4), torch.ones(3, 3).tril().bool()
+    assert error(run(Attention(), (x, mask)), run(traced, (x, mask))) == 0
+
+
 def test_what_plain_tracing_can_follow_stays_as_it_is() -> None:
     net = NETS["BufferScale"]
     model = net.build()

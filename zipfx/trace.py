@@ -13,12 +13,13 @@ import operator
 import traceback
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.utils.prune
 from torch import fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError, first_line
 from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
@@ -82,8 +83,9 @@ def trace(
 ) -> fx.GraphModule:
     """Trace a model, in eval mode, without changing it.
 
-    Where symbolic tracing fails and `inputs` are known, Python's questions (how long is this list,
-    is this size odd) are answered as for these inputs; the graph stays symbolic, and
+    With `inputs` the graph is compared with the model, since a symbol is never None nor a tensor to
+    `isinstance`. Where symbolic tracing fails or goes astray, Python's questions (how long is this
+    list, is this size odd) are answered as for these inputs; the graph stays symbolic, and
     `module.meta["zipfx_notes"]` says where forward went by a shape.
 
     Args:
@@ -98,32 +100,66 @@ def trace(
 
     Raises:
         ZipError: the model can not be traced; the message names the line that could not.
+            The graph computes something else than the model.
 
     >>> import torch
     >>> gm = trace(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
     >>> [node.op for node in gm.graph.nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
-    if tracer is not None:
-        tracers = [tracer]
-    elif inputs is None:
-        tracers = [Tracer()]
-    else:
-        bound = _bound(model, inputs)
-        aware = ExampleTracer(clone_tensors(bound))
-        # a symbol is never None, so an argument that is would be taken for one that is there
-        tracers = [aware] if any(value is None for value in bound) else [Tracer(), aware]
-    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with _own_randomness(model):
         if tracer is None and isinstance(model, fx.GraphModule):
             return _as_traced(model, device)
-        for attempt in tracers:
-            try:
-                return _traced(model, attempt, device)
-            except ZipError:
-                if attempt is tracers[-1]:
-                    raise
-    raise AssertionError("there is always a tracer")
+        if tracer is not None or inputs is None:
+            return _traced(model, tracer or Tracer(), device)
+        bound = _bound(model, inputs)
+        try:
+            return _checked(_traced(model, Tracer(), device), model, inputs)
+        except ZipError:
+            aware = ExampleTracer(clone_tensors(bound))
+            return _checked(_traced(model, aware, device), model, inputs)
+
+
+def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
+    """Whatever is drawn inside, the caller's generators are left as they were."""
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
+    return torch.random.fork_rng(devices=devices)
+
+
+def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The module, if it computes what the model computes (or the model itself does not run)."""
+    twin = structural_copy(model, share_parameters=False)
+    twin.to(next((t.device for t in module.parameters()), None))
+    found = []
+    for own in (twin, copy.deepcopy(module)):  # forward may write to its parameters
+        try:
+            with torch.no_grad(), _own_randomness(module):
+                found.append(tree_leaves(own(*clone_tensors(tuple(inputs)))))
+        except Exception as error:
+            if own is twin:
+                return module
+            raise _astray(model, first_line(error)) from error
+    expected, ours = ([t for t in leaves if isinstance(t, torch.Tensor)] for leaves in found)
+    if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in ours]:
+        raise _astray(model, "outputs have other shapes")
+    if not all(map(_close, expected, ours)):
+        raise _astray(model, "outputs have other values")
+    return module
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.to(torch.complex128), b.to(torch.complex128)
+    scale = float(a.abs().nan_to_num(0, 0).sum()) / max(1, a.numel())
+    return torch.allclose(a, b, 1e-3, 1e-3 * scale, equal_nan=True)
+
+
+def _astray(model: nn.Module, what: str) -> ZipError:
+    return ZipError(
+        f"the traced graph does not compute what {type(model).__name__} computes on the example "
+        f"inputs ({what}): forward asks what a symbol can not answer (isinstance, try, random "
+        "numbers of Python). Move that into a function marked with torch.fx.wrap, or make the "
+        "module that holds it a leaf with a tracer of your own (tracer=...)"
+    )
 
 
 def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) -> fx.GraphModule:
