@@ -135,8 +135,9 @@ def test_inputs_that_the_model_does_not_take(inputs: Any, says: str) -> None:
         (lambda m, x: m.net(x) if x.tolist()[0][0] > 0 else x, "value of node 'gt'"),
         (lambda m, x: m.net(x * float(x.max())), "value of node 'max_1'"),
         (lambda m, x: m.net(x) if 1.0 in x else x, "value of node 'x'"),
+        (lambda m, x: m.net(x) if m.net[0].bias.sum() > 9 else x, "value of node 'gt'"),
     ],
-    ids="compared any index range nonzero mask list float contains".split(),
+    ids="compared any index range nonzero mask list float contains weight".split(),
 )
 def test_what_depends_on_data_is_refused_by_name(forward: Any, node: str) -> None:
     model = Forward(forward, net=mlp())

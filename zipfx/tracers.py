@@ -297,10 +297,10 @@ class ExampleTracer(Tracer):
     def answer(self, proxy: ExampleProxy) -> Any:
         """The value of a node, which Python needs; it may depend on shapes, not on data."""
         data = proxy.free or isinstance(proxy.value, Tensor)
-        if data and proxy.given:
+        if data and (proxy.given or self._learned(proxy.node)):
             raise TraceError(
                 f"Python needs the value of node {proxy.node.name!r}, which depends on the data "
-                "of a tensor: it is another one for every input"
+                "of a tensor: it is another one for every input, or for every model"
             )
         if data or proxy.given:
             self._ask(proxy)
@@ -324,6 +324,12 @@ class ExampleTracer(Tracer):
             node = node.args[0]  # type: ignore[assignment]
         listed = node.op == "placeholder" and not isinstance(value, (Mapping, str))
         return isinstance(value, Tensor) or name in _COUNTED or listed
+
+    def _learned(self, node: fx.Node) -> bool:
+        """Whether a node that needs no input comes from parameters, not from flags in buffers."""
+        if node.op == "get_attr":
+            return node.target in dict(self.root.named_parameters())
+        return node.op == "call_module" or any(map(self._learned, node.all_input_nodes))
 
     # ---------------------------------------------------------------- notes
     def _ask(self, proxy: ExampleProxy) -> None:
