@@ -26,26 +26,9 @@ NAMES = """
     two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
     list_input_iteration
 """.split()
-UNTRACEABLE = {
-    "chunk_csp_c2f": "a list is made of chunks in Python",
-    "shape_dependent_branch": "Python branches on a shape",
-    "slice_assignment": "an item of a tensor is assigned",
-    "list_input_iteration": "a list of inputs is iterated in Python",
-}
 
 Element = tuple[str, int, int, "tuple[int, int] | None"]  # parameter, dim, index, rows
 Axis = tuple[str, int, Tensor, "tuple[int, int] | None"]
-
-
-def expected_failures(*groups: dict[str, str]) -> list[Any]:
-    """Every case, those of the groups marked as strict expected failures."""
-    reasons = {name: why for group in groups for name, why in group.items()}
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reasons[name]))
-        if name in reasons
-        else name
-        for name in NAMES
-    ]
 
 
 def fetch(name: str) -> tuple[nn.Module, Any, Any]:
@@ -100,7 +83,7 @@ def test_every_case_is_listed() -> None:
     assert sorted(shared_module("cases/models.py").CASES) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_ground_truth(name: str) -> None:
     model, inputs, cases = fetch(name)
     ours = found_spaces(model, zipfx.analyze(model, inputs, verify=False))
@@ -109,7 +92,7 @@ def test_ground_truth(name: str) -> None:
         assert any(contains(own, true) for own in ours), (name, size, axes[0][0])
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs, verify=False)
@@ -119,7 +102,7 @@ def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
         assert error(expected, run(twin, inputs)) < EXACT
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_no_trap_is_a_space(name: str) -> None:
     """A trap is a grouping that changes the function; one that lies in a space would do so."""
     model, inputs, cases = fetch(name)
@@ -131,7 +114,7 @@ def test_no_trap_is_a_space(name: str) -> None:
         assert trap not in ours
 
 
-@pytest.mark.parametrize("name", expected_failures(UNTRACEABLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs)
@@ -145,12 +128,3 @@ def test_law_3(name: str) -> None:
     data = [tree_map(fresh, inputs) for _ in range(30)]
     merged = merge([model, twin], data, matcher="permute")
     assert error(run(model, inputs), run(merged, inputs)) < EXACT
-
-
-@pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_can_not_be_traced_says_so(name: str) -> None:
-    model, inputs, _ = fetch(name)
-    with pytest.raises(
-        zipfx.ZipError, match=r"can not trace \w+ at .*models\.py:\d+ \(.*\): .* Move"
-    ):
-        zipfx.analyze(model, inputs)

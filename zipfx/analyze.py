@@ -40,10 +40,11 @@ class Analysis:
         """The same facts, seen only by the trunk that ends with the node of index `last`."""
         nodes = list(self.module.graph.nodes)
         at = {node: i for i, node in enumerate(nodes)}
+        left = self.facts.until(last).nodes
         crossing = tuple(
             i
             for i, node in enumerate(nodes[: last + 1])
-            if self.facts.nodes[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
+            if left[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
         )
         return replace(self, crossing=crossing)._regroup(last)
 
@@ -66,7 +67,12 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
 
 
 def analyze(
-    model: nn.Module, example_inputs: Any, *, verify: bool = True, seed: int = 0
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    verify: bool = True,
+    seed: int = 0,
+    tracer: fx.Tracer | None = None,
 ) -> SpaceMap:
     """Find the feature spaces of a model; the model is left unchanged.
 
@@ -75,6 +81,7 @@ def analyze(
         example_inputs: the input (a tensor), or a tuple of positional arguments. Any batch size.
         verify: permute every space in float64 and compare; what changes the function is pinned.
         seed: of the permutations that verification draws (global RNG state is left alone).
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
 
     Returns:
         A `SpaceMap`: an iterable of spaces; `.pinned` says what is left fixed and why.
@@ -90,7 +97,10 @@ def analyze(
     >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
     [('0', 8)]
     """
-    return run_analysis(trace(model), as_inputs(example_inputs), verify=verify, seed=seed).spaces
+    inputs = as_inputs(example_inputs)
+    return run_analysis(
+        trace(model, tracer, inputs=inputs), inputs, verify=verify, seed=seed
+    ).spaces
 
 
 def run_analysis(
@@ -155,6 +165,7 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
         return found
     nodes = list(found.module.graph.nodes)
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
-    bad = failing_spaces(found.module, found.spaces, inputs, keep, seed)
+    last = nodes[found.grouping.last].name if keep else None
+    bad = failing_spaces(found.module, found.spaces, inputs, keep, last, seed)
     reason = "pinned by the numeric check: permuting it changed the function"
     return found.pin(bad, reason) if bad else found

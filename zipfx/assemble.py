@@ -104,7 +104,7 @@ class Assembly:
 
     def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Without weights that were fetched before the cut, but only for what comes after it."""
-        facts, kept = self.analysis.facts.nodes, set(nodes)
+        facts, kept = self.analysis.facts.until(len(nodes) - 1).nodes, set(nodes)
         for i, node in reversed(list(enumerate(nodes))):
             idle = facts[i].kind in (Kind.WEIGHT, Kind.CONSTANT) and not kept & set(node.users)
             if idle:

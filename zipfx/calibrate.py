@@ -182,4 +182,4 @@ def example_arguments(
             "function from a batch to the input, a tuple of arguments, or a dict of them"
         ) from error
     bound.apply_defaults()
-    return tuple(bound.arguments.values())
+    return (*bound.args, *bound.kwargs.values())

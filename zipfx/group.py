@@ -204,6 +204,7 @@ def group(
     """
     ledger = facts.ledger
     last = len(facts.nodes) - 1 if last is None else last
+    facts = facts.until(last)
     leaving = [
         torch.unique(slot).numpy()
         for i in crossing

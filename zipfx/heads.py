@@ -20,7 +20,7 @@ from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, axis_map
 from zipfx.group import Flags, Grouping
-from zipfx.interpret import Facts, describe
+from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching
 from zipfx.trace import named_tensors
@@ -82,7 +82,8 @@ class _Planner:
         matchings: Mapping[int, Matching],
         k: int,
     ) -> None:
-        self.module, self.facts, self.grouping = module, facts, grouping
+        self.module, self.grouping = module, grouping
+        self.facts = facts.until(grouping.last)
         self.matchings, self.k = matchings, k
         self.nodes = list(module.graph.nodes)
         self.at = {n: i for i, n in enumerate(self.nodes)}
@@ -94,6 +95,10 @@ class _Planner:
         self.contractions = _by_node((c.node, c) for c in ledger.contractions)
         self.members = _by_node((m.node, m) for m in ledger.members)
         self.produced = _by_node((node, ids) for ids, node in ledger.produced)
+        # a head that writes in place, and reads what it wrote by its old name, does so on features
+        # of its own
+        late = [(j, i) for j, i, _ in facts.rewritten if j > self.last]
+        self.restless = {i for pair in late for i in pair}
         self.moves = {
             s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
         }
@@ -157,8 +162,9 @@ class _Planner:
                 if alias and fact.writes:
                     plan.same[j] = self._written_through(j, *alias)
                 elif alias or fact.kind in (Kind.WEIGHT, Kind.CONSTANT):
-                    nodes.add(j)
-                    stack.append(j)
+                    writers = {w for w, i, _ in self.facts.rewritten if i == j and w <= self.last}
+                    stack += {j, *writers} - nodes
+                    nodes |= {j, *writers}
         plan.nodes = sorted(nodes)
         return overwritten
 
@@ -242,6 +248,11 @@ class _Planner:
         crossing = j <= self.last and j not in plan.nodes and j not in early
         return crossing and self.facts.nodes[j].kind == Kind.DATA and self._carries(j)
 
+    def _seen(self, j: int, i: int) -> NodeFacts:
+        """What node j holds by the time that node i reads it."""
+        later = [fact for at, k, fact in self.facts.rewritten if k == j and at < i]
+        return later[-1] if later else self.facts.nodes[j]
+
     def _parameters(self, i: int) -> list[Tensor]:
         node = self.nodes[i]
         nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
@@ -252,12 +263,14 @@ class _Planner:
     ) -> dict[int, list[AxisMap]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
-        if not merged or node.op == "output" or fact.traits & {"elementwise", "mixes"}:
+        if not merged or node.op == "output" or i in self.restless:
+            return None
+        if fact.traits & {"elementwise", "mixes"}:
             return None
         if any(e.weights_only for e in self.edges.get(i, ())):
             return None
         for source in node.all_input_nodes:
-            other = self.facts.nodes[self.at[source]]
+            other = self._seen(self.at[source], i)
             plain = self.at[source] not in merged and other.kind == Kind.DATA
             if plain and any(v.features for v in other.values):
                 return None

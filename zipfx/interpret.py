@@ -7,8 +7,8 @@ later stage reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import CONSTANTS, clone_tensors, named_tensors
+from zipfx.trace import CONSTANTS, NOTES, clone_tensors, named_tensors
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -82,12 +82,23 @@ class Facts:
     """The outcome of one interpretation; node i of the graph has `nodes[i]`.
 
     state: names of the parameters and buffers; their storages have the owners -1, -2, ...
+    rewritten: (j, i, facts) where node j wrote in place to what node i had computed, and node i is
+    read again: what it says from then on.
     """
 
     ledger: Ledger
     nodes: tuple[NodeFacts, ...]
     notes: tuple[str, ...]
     state: tuple[str, ...] = ()
+    rewritten: tuple[tuple[int, int, NodeFacts], ...] = ()
+
+    def until(self, last: int) -> Facts:
+        """The same facts, the values being as node `last` leaves them."""
+        nodes = list(self.nodes)
+        for j, i, fact in self.rewritten:
+            if j <= last:
+                nodes[i] = fact
+        return replace(self, nodes=tuple(nodes))
 
     def written(self, last: int) -> set[str]:
         """Parameters and buffers that the nodes up to index `last` write to."""
@@ -249,6 +260,8 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module)
         self.mode = mode
         self.facts: list[NodeFacts] = []
+        self.at: dict[fx.Node, int] = {}
+        self.rewritten: list[tuple[int, int, NodeFacts]] = []
 
     def run_node(self, n: fx.Node) -> Any:
         mode, ledger = self.mode, self.mode.ledger
@@ -264,23 +277,36 @@ class _Interpreter(fx.Interpreter):
                 mode.shadows.put(
                     t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), ledger.node
                 )
-        labels = tuple(mode.of(t) for t in leaves)
+        fact = self._learn(value, frozenset(mode.writes), ledger.traits.get(ledger.node, ()))
         if n.op == "output":
-            for lab in labels:
+            for lab in fact.values:
                 ledger.pin((*lab.features, *lab.pending), "output of the network")
-        owners = {mode.shadows.owner(t) for t in leaves} - {None}
-        self.facts.append(
-            NodeFacts(
-                labels,
-                max((lab.kind for lab in labels), default=None),
-                isinstance(value, Tensor),
-                frozenset(o for o in owners if o is not None),
-                frozenset(mode.writes),
-                frozenset(ledger.traits.get(ledger.node, ())),
-                tuple(mode.inner.values()),
-            )
-        )
+        self._reread(n, fact.writes)
+        self.at[n] = len(self.facts)
+        self.facts.append(replace(fact, inner=tuple(mode.inner.values())))
         return value
+
+    def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
+        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        labels = tuple(self.mode.of(t) for t in leaves)
+        owners = (self.mode.shadows.owner(t) for t in leaves)
+        return NodeFacts(
+            labels,
+            max((lab.kind for lab in labels), default=None),
+            isinstance(value, Tensor),
+            frozenset(o for o in owners if o is not None),
+            writes,
+            frozenset(traits),
+        )
+
+    def _reread(self, n: fx.Node, writes: frozenset[int]) -> None:
+        """Look again at the values that node n has changed and that later nodes read."""
+        dead = set(self.user_to_last_uses.get(n, ()))
+        for node, value in self.env.items() if writes else ():
+            old = self.facts[self.at[node]]
+            if old.owners & writes and node not in dead:
+                fact = self._learn(value, old.writes, old.traits)
+                self.rewritten.append((len(self.facts), self.at[node], fact))
 
 
 def describe(node: fx.Node) -> str:
@@ -322,4 +348,6 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
             interpreter.run(*clone_tensors(tuple(inputs)))
         finally:
             mode.restore()
-    return Facts(ledger, tuple(interpreter.facts), tuple(dict.fromkeys(mode.notes)), tuple(named))
+    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
+    nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
+    return Facts(ledger, nodes, tuple(notes), tuple(named), again)

@@ -40,8 +40,8 @@ class Observer(nn.Module):
     def __init__(self, place: Place, models: int) -> None:
         super().__init__()
         index = place.index
+        self.node, self.inner = place.node, place.inner
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
-        self.inner = place.inner
         self.models, (self.size, self.occurrences) = models, index.shape
         self.count = 0
         self.resolution = torch.finfo(torch.float32).eps
@@ -152,7 +152,7 @@ def joint_graph(
 ) -> fx.GraphModule:
     """One GraphModule that runs K corresponding models up to the last observed node.
 
-    observers: node name in model 0 -> (attribute name, observer) read there.
+    observers: node name in model 0 -> (attribute name, observer) read once it has run.
     clone_inputs: the models write into their inputs, so each gets its own copy.
     """
     root = nn.Module()
@@ -161,6 +161,7 @@ def joint_graph(
     root.taps = nn.ModuleDict()
     graph = fx.Graph()
     seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
+    joint: dict[str, tuple[fx.Node, ...]] = {}
     nodes = [list(m.graph.nodes) for m in modules]
     needed = [
         i for i, node in enumerate(nodes[0]) if node.name in observers or node.op == "placeholder"
@@ -188,10 +189,10 @@ def joint_graph(
                 copy = graph.call_function(getitem, (copy, 0))
             mine[own] = copy
             copies.append(copy)
+        joint[node.name] = tuple(copies)
         for name, observer in observers.get(node.name, ()):
-            graph.call_module(
-                f"observers.{name}", tuple(copies if observer.inner is None else heard)
-            )
+            read = joint[observer.node] if observer.inner is None else tuple(heard)
+            graph.call_module(f"observers.{name}", read)
     graph.output(())
     module = fx.GraphModule(root, graph, "Joint")
     graph.lint()
@@ -222,7 +223,7 @@ def observe(
     for i, space in enumerate(spaces):
         for j, place in enumerate(choose(space)):
             observer = Observer(place, len(modules))
-            observers.setdefault(place.node, []).append((f"space{i}_{j}", observer))
+            observers.setdefault(place.after or place.node, []).append((f"space{i}_{j}", observer))
             of_space.setdefault(space.name, []).append(observer)
     joint = joint_graph(modules, observers, clone_inputs)
     batches = 0

@@ -19,6 +19,8 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
     """The nodes whose results carry each space."""
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
+    facts = facts.until(grouping.last)
+    after = {i: nodes[j].name for j, i, _ in facts.rewritten if j <= grouping.last}
     # node -> spaces that some weight, or some head, reads from its result
     readers: dict[int, set[int]] = {i: set(range(len(grouping.sizes))) for i in grouping.crossing}
     for c in facts.ledger.contractions:
@@ -40,7 +42,10 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
             for s, index in grouping.tables(labels):
                 read = s in readers.get(i, ())
                 mixed = index.shape[1] > 1 and grouping.mixes(s, labels)
-                place = Place(node.name, dims, index, read, blurred, own=s in own, mixed=mixed)
+                place = Place(
+                    node.name, dims, index, read, blurred,
+                    own=s in own, mixed=mixed, after=after.get(i),
+                )  # fmt: skip
                 if place.own or i not in places.setdefault(s, {}):
                     places.setdefault(s, {})[i] = place
     weighted = {c.node for c in facts.ledger.contractions}

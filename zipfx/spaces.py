@@ -55,7 +55,8 @@ class Place:
     dimensions along which features of other spaces lie; source: whether the values of the last read
     were made here, before their activation; own: of a space of blocks: whether the values are those
     of the blocks themselves (attention scores), not those of the features inside; mixed: whether
-    the occurrences are features of another space, in any order (what all heads scale alike).
+    the occurrences are features of another space, in any order (what all heads scale alike); inner:
+    an address inside the node; after: a later node that finishes the value in place.
     """
 
     node: str
@@ -67,6 +68,7 @@ class Place:
     own: bool = True
     mixed: bool = False
     inner: Address | None = None
+    after: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,22 @@ and owns its buffers, in eval mode, without the caller's hooks.
 from __future__ import annotations
 
 import copy
+import inspect
+import linecache
+import operator
 import traceback
 from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.utils.prune
 from torch import fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError, first_line
+from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
 
 _HOOKS = (
     "_forward_hooks",
@@ -28,15 +34,10 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 
-
 #: meta key of a traced module: names of tensors that forward wrote down as constants
 CONSTANTS = "zipfx_constants"
-
-
-class Tracer(fx.Tracer):
-    """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants."""
-
-    proxy_buffer_attributes = True
+#: meta key of a traced module: what its graph takes for granted, for the report
+NOTES = "zipfx_notes"
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
@@ -75,14 +76,23 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
 
 
 def trace(
-    model: nn.Module, tracer: fx.Tracer | None = None, device: torch.device | None = None
+    model: nn.Module,
+    tracer: fx.Tracer | None = None,
+    device: torch.device | None = None,
+    inputs: Sequence[Any] | None = None,
 ) -> fx.GraphModule:
-    """Trace a model symbolically, in eval mode, without changing it.
+    """Trace a model, in eval mode, without changing it.
+
+    With `inputs` the graph is compared with the model, since a symbol is never None nor a tensor to
+    `isinstance`. Where symbolic tracing fails or goes astray, Python's questions (how long is this
+    list, is this size odd) are answered as for these inputs; the graph stays symbolic, and
+    `module.meta["zipfx_notes"]` says where forward went by a shape.
 
     Args:
-        model: any module that `torch.fx` can trace.
-        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules.
+        model: any module that `torch.fx` can trace; a GraphModule keeps its graph as it is.
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         device: where the traced module is to live; default: where the model is.
+        inputs: forward's arguments, on that device.
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -90,24 +100,107 @@ def trace(
 
     Raises:
         ZipError: the model can not be traced; the message names the line that could not.
+            The graph computes something else than the model.
 
     >>> import torch
     >>> gm = trace(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
     >>> [node.op for node in gm.graph.nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
+    with _own_randomness(model):
+        if tracer is None and isinstance(model, fx.GraphModule):
+            return _as_traced(model, device)
+        if tracer is not None or inputs is None:
+            return _traced(model, tracer or Tracer(), device)
+        bound = _bound(model, inputs)
+        try:
+            return _checked(_traced(model, Tracer(), device), model, inputs)
+        except ZipError:
+            aware = ExampleTracer(clone_tensors(bound))
+            return _checked(_traced(model, aware, device), model, inputs)
+
+
+def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
+    """Whatever is drawn inside, the caller's generators are left as they were."""
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
+    return torch.random.fork_rng(devices=devices)
+
+
+def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The module, if it computes what the model computes (or the model itself does not run)."""
+    twin = structural_copy(model, share_parameters=False)
+    twin.to(next((t.device for t in module.parameters()), None))
+    found = []
+    for own in (twin, copy.deepcopy(module)):  # forward may write to its parameters
+        try:
+            with torch.no_grad(), _own_randomness(module):
+                found.append(tree_leaves(own(*clone_tensors(tuple(inputs)))))
+        except Exception as error:
+            if own is twin:
+                return module
+            raise _astray(model, first_line(error)) from error
+    expected, ours = ([t for t in leaves if isinstance(t, torch.Tensor)] for leaves in found)
+    if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in ours]:
+        raise _astray(model, "outputs have other shapes")
+    if not all(map(_close, expected, ours)):
+        raise _astray(model, "outputs have other values")
+    return module
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.to(torch.complex128), b.to(torch.complex128)
+    scale = float(a.abs().nan_to_num(0, 0).sum()) / max(1, a.numel())
+    return torch.allclose(a, b, 1e-3, 1e-3 * scale, equal_nan=True)
+
+
+def _astray(model: nn.Module, what: str) -> ZipError:
+    return ZipError(
+        f"the traced graph does not compute what {type(model).__name__} computes on the example "
+        f"inputs ({what}): forward asks what a symbol can not answer (isinstance, try, random "
+        "numbers of Python). Move that into a function marked with torch.fx.wrap, or make the "
+        "module that holds it a leaf with a tracer of your own (tracer=...)"
+    )
+
+
+def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) -> fx.GraphModule:
     twin = structural_copy(model, share_parameters=device is None).to(device)
     own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
-    tracer = Tracer() if tracer is None else tracer
+    aware = tracer if isinstance(tracer, ExampleTracer) else None
+    root = copy.deepcopy(twin) if aware else twin  # forward runs, and may write to its parameters
     try:
-        graph = tracer.trace(twin)
+        graph = tracer.trace(root)
     except ZipError:
         raise
     except Exception as error:
-        raise ZipError(_untraceable(model, error)) from error
+        raise ZipError(_untraceable(root, error)) from error
+    if aware:
+        _drop_answered(graph, aware.asked)
     _sink_shapes(graph)
-    module = fx.GraphModule(tracer.root, graph, type(model).__name__)
+    constants = {name: t for name, t in vars(root).items() if name not in vars(twin)}
+    twin.__dict__.update(constants)
+    module = fx.GraphModule(twin, graph, type(model).__name__)
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
+    module.meta[NOTES] = aware.notes if aware else []
+    return _with_tree(module, twin)
+
+
+def _as_traced(model: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:
+    """A graph that was traced before, with its order and names."""
+    twin = structural_copy(model, share_parameters=device is None).to(device)
+    assert isinstance(twin, fx.GraphModule)
+    for node in twin.graph.nodes:
+        if node.op == "call_module" and len(node.meta.get("nn_module_stack", ())) < 2:  # was lost
+            parts = str(node.target).split(".")
+            paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
+            node.meta["nn_module_stack"] = stack
+    module = fx.GraphModule(twin, twin.graph, type(model).__name__)
+    module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
+    module.meta[NOTES] = list(model.meta.get(NOTES, ()))
+    return _with_tree(module, twin)
+
+
+def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
     for kind in ("_modules", "_parameters", "_buffers"):  # with containers, and what is not used
         module.__dict__[kind] = {**twin.__dict__[kind], **{
             k: v for k, v in module.__dict__[kind].items() if k not in twin.__dict__[kind]
@@ -115,8 +208,37 @@ def trace(
     # constants are part of the code, not of the state
     module._non_persistent_buffers_set = twin._non_persistent_buffers_set | module.meta[CONSTANTS]
     module.eval()
-    graph.lint()
+    module.graph.lint()
     return module
+
+
+def _bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """One value for each argument of forward, defaults included."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*inputs)
+    except TypeError as error:
+        if len(inputs) > len(signature.parameters):
+            raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
+        return tuple(inputs)
+    bound.apply_defaults()
+    return tuple(bound.arguments.values())
+
+
+def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
+    """Erase what was computed only to answer a question of Python."""
+    asked = set(asked)
+    for node in reversed(list(graph.nodes)):
+        function = getattr(node.target, "__name__", "")
+        pure = (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
+            node.op == "call_function"
+            and (node.target is getattr or node.target is getattr(operator, function, None))
+            and not function.startswith("i")  # iadd and the like write
+            and node.target is not operator.setitem
+        )
+        if node in asked and pure and not node.users:
+            asked.update(node.all_input_nodes)
+            graph.erase_node(node)
 
 
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
@@ -144,20 +266,22 @@ def _sink_shapes(graph: fx.Graph) -> None:
         order = {n: i for i, n in enumerate(graph.nodes)}
 
 
-def _untraceable(model: nn.Module, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [
-        f
-        for f in frames
-        if "torch/fx/" not in f.filename.replace("\\", "/")
-        and "torch/nn/modules/module.py" not in f.filename.replace("\\", "/")
-        and "zipfx/trace.py" not in f.filename.replace("\\", "/")
-    ]
-    line = f" at {inside[-1].filename}:{inside[-1].lineno} ({inside[-1].line})" if inside else ""
+def _untraceable(root: nn.Module, error: Exception) -> str:
+    names = {id(m): name for name, m in root.named_modules()}
+    place, path = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, code = frame.f_code.co_filename, frame.f_code
+        if is_tracing_code(file) or "/torch/" in file.replace("\\", "/"):
+            continue
+        place = f" at {file}:{line} ({linecache.getline(file, line).strip()})"
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        path = names.get(id(owner), path)
+    inside = f" in module {path!r}" if path else ""
     return (
-        f"torch.fx can not trace {type(model).__name__}{line}: {first_line(error)}. Move the line "
-        "into a function marked with torch.fx.wrap, make the module that holds it a leaf with a "
-        "tracer of your own (tracer=...), or zip a smaller module that does not hold it"
+        f"torch.fx can not trace {type(root).__name__}{inside}{place}: {first_line(error)}. Move "
+        "the line into a function marked with torch.fx.wrap, make the module that holds it a leaf "
+        "with a tracer of your own (tracer=...), or zip a smaller module that does not hold it, "
+        "such as the part before it"
     )
 
 

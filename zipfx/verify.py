@@ -20,11 +20,11 @@ from zipfx.trace import clone_tensors, named_tensors
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph up to a node and keeps the values of some nodes."""
+    """Runs a graph and keeps the values of some nodes, as the last node of the trunk left them."""
 
-    def __init__(self, module: fx.GraphModule, keep: Sequence[str]) -> None:
+    def __init__(self, module: fx.GraphModule, keep: Sequence[str], last: str) -> None:
         super().__init__(module)
-        self.keep = set(keep)
+        self.keep, self.last = set(keep), last
         self.kept: dict[str, Any] = {}
         self.lowest = torch.float64
 
@@ -33,8 +33,9 @@ class _Recorder(fx.Interpreter):
         for t in tree_leaves(value):
             if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
                 self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
-        if n.name in self.keep:
-            self.kept[n.name] = clone_tensors(value)
+        if n.name == self.last:
+            seen = {m.name: v for m, v in (*self.env.items(), (n, value)) if m.name in self.keep}
+            self.kept = clone_tensors(seen)
         return value
 
 
@@ -51,9 +52,9 @@ def _scrambled(module: fx.GraphModule, seed: int) -> fx.GraphModule:
 
 
 def _run(
-    module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str]
+    module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str], last: str
 ) -> tuple[dict[str, Any], float]:
-    recorder = _Recorder(module, keep)
+    recorder = _Recorder(module, keep, last)
     with torch.no_grad():
         recorder.run(*tree_map(_fresh, tuple(inputs)))
     return recorder.kept, torch.finfo(recorder.lowest).eps
@@ -70,16 +71,18 @@ def failing_spaces(
     spaces: SpaceMap,
     inputs: Sequence[Any],
     keep: Sequence[str] | None = None,
+    last: str | None = None,
     seed: int = 0,
 ) -> set[str]:
     """Names of the spaces that can not be permuted without changing what `module` computes.
 
-    keep: nodes whose values are compared (default: the output); features at these nodes are
-    expected in their new order, so that a trunk can be checked without its heads.
+    keep: nodes whose values are compared once node `last` has run (default: the output); features
+    at these nodes are expected in their new order, so that a trunk is checked without its heads.
     """
     twin = _scrambled(module, seed)
-    keep = [n.name for n in module.graph.nodes if n.op == "output"] if keep is None else keep
-    before, eps = _run(twin, inputs, keep)
+    output = next(iter(reversed(module.graph.nodes))).name
+    keep, last = keep or [output], last or output
+    before, eps = _run(twin, inputs, keep, last)
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is
     drawn = spaces.random_permutations(seed)
@@ -88,19 +91,19 @@ def failing_spaces(
 
     bad: set[str] = set()
 
-    def holds(names: Sequence[str], last: bool = False) -> bool:
+    def holds(names: Sequence[str], final: bool = False) -> bool:
         chosen = [spaces[name] for name in names]
         permute_axes(tensors, chosen, orders)
-        after, _ = _run(twin, inputs, keep)
+        after, _ = _run(twin, inputs, keep, last)
         expected = {name: _reordered(before[name], name, chosen, orders) for name in keep}
         fine = all(_close(expected[name], after[name], tolerance) for name in keep)
-        if not (fine and last):  # else nothing follows: leave them
+        if not (fine and final):  # else nothing follows: leave them
             for space in reversed(chosen):
                 permute_axes(tensors, [space], {space.name: torch.argsort(orders[space.name])})
         return fine
 
     def search(names: Sequence[str]) -> set[str]:
-        if holds(names, last=len(names) + len(bad) == len(spaces)):
+        if holds(names, final=len(names) + len(bad) == len(spaces)):
             return set()
         if len(names) == 1:
             return set(names)

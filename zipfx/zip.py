@@ -26,7 +26,7 @@ from zipfx.pairing import match_spaces, observed
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
-from zipfx.trace import is_batch_norm, trace
+from zipfx.trace import NOTES, is_batch_norm, trace
 
 REPAIRS = ("none", "bn")
 
@@ -70,7 +70,7 @@ def zip(
         progress: show progress bars.
         seed: of everything random; the caller's generators are restored afterwards.
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
-        tracer: an `fx.Tracer` of your own.
+        tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         verify: check the analysis numerically (see `analyze`).
         places: where a space is observed: "source" (wherever a weight reads it, and before the
             activation of the last read; the best on real pairs, see benchmarks/places.py), "last"
@@ -127,8 +127,8 @@ def zip(
             else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
         )
         with stages.stage("trace"):
-            modules = [trace(m, tracer, None if away == home else away) for m in models]
-            inputs = example_arguments(modules[0].forward, data, example_inputs, away)
+            inputs = example_arguments(models[0].forward, data, example_inputs, away)
+            modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
             analysis = _analyse(modules, inputs, last, verify, seed)
@@ -139,7 +139,7 @@ def zip(
             ):
                 analysis = analysis.pin(unseen, reason)
             if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
-                modules = [trace(m, tracer, away) for m in models]  # forward writes to them
+                modules = [trace(m, tracer, away, inputs) for m in models]  # forward writes to them
         with stages.stage("correspond"):
             if partial is None:
                 check_outputs(modules, inputs)
@@ -172,6 +172,7 @@ def zip(
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
+        taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
@@ -199,6 +200,7 @@ def zip(
         batches=counts,
         notes=(
             *analysis.spaces.notes,
+            *(note for note in taken if note not in analysis.spaces.notes),
             *notes,
             *_unrepaired(analysis, merged, repair),
         ),

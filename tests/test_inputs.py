@@ -1,0 +1,146 @@
+"""Models and inputs at the edge: an empty space map, or an error that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laws import unharmed
+from torch import Tensor, nn
+
+import zipfx
+from zipfx import ZipError
+
+
+class Forward(nn.Module):
+    """A module whose forward is a function of (module, input)."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.body = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.body(self, x)
+
+
+def spaces_of(model: nn.Module, inputs: Any) -> list[int]:
+    found: list[int] = []
+    raised = unharmed([model], lambda: found.extend(s.size for s in zipfx.analyze(model, inputs)))
+    if isinstance(raised, Exception):
+        raise raised
+    return found
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs"),
+    [
+        (lambda m, x: x, torch.randn(2, 3)),
+        (lambda m, x: (x, {"same": x}), torch.randn(2, 3)),
+        (lambda m, x: torch.relu(x) * 2, torch.randn(2, 3)),
+        (lambda m, x: (x * 2) // 3, torch.arange(6).reshape(2, 3)),
+        (lambda m, x: x.bool() & (x > 1), torch.arange(6).reshape(2, 3)),
+        (lambda m, x: x + 1, torch.tensor(2.0)),
+        (lambda m, x: x.expand(3).sum(), torch.tensor(2.0)),
+        (lambda m, x: sum(x) / len(x), [torch.randn(2, 3), torch.randn(2, 3)]),
+        (lambda m, x: x.relu(), torch.randn(0, 3)),
+        (lambda m, x: 3, torch.randn(2, 3)),
+        (lambda m, x: x.shape, torch.randn(2, 3)),
+    ],
+    ids="""input inputs bare integers booleans scalar expanded list empty number
+        shape""".split(),
+)
+def test_nothing_to_exchange_is_an_empty_map(forward: Any, inputs: Any) -> None:
+    assert spaces_of(Forward(forward), inputs) == []
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_inputs_of_other_kinds_are_fine_where_the_model_takes_them() -> None:
+    embedded = nn.Sequential(nn.Embedding(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert spaces_of(embedded, torch.arange(4)) == [8]
+    assert spaces_of(embedded, torch.tensor(3)) == [8]  # a scalar
+    assert spaces_of(mlp(), torch.randn(3)) == [8]  # no batch
+    assert spaces_of(mlp(), torch.randn(0, 3)) == [8]  # an empty one
+
+
+def single(m: nn.Module, x: Tensor) -> Tensor:
+    if len(x) != 1:
+        raise ValueError("one sample at a time, please")
+    return m.net(x[0])
+
+
+def test_a_model_for_single_samples() -> None:
+    model = Forward(single, net=mlp())
+    assert spaces_of(model, torch.randn(1, 3)) == [8]
+    with pytest.raises(ZipError, match=r"one sample at a time, please\. Move"):
+        zipfx.analyze(model, torch.randn(2, 3))
+    says = (
+        r"can not trace Forward at .*test_inputs\.py:\d+ \(raise ValueError.*one sample at a time"
+    )
+    with pytest.raises(ZipError, match=says):
+        zipfx.zip([model, Forward(single, net=mlp())], [torch.randn(4, 3)], progress=False)
+
+
+@pytest.mark.parametrize("data", [[torch.randn(0, 3)], [torch.randn(0, 3), torch.randn(0, 3)]])
+def test_batches_that_are_all_empty(data: list[Tensor]) -> None:
+    with pytest.raises(ZipError, match="the calibration data holds no sample"):
+        zipfx.zip([mlp(), mlp()], data, progress=False, repair="none")
+
+
+def test_an_empty_batch_among_others_does_not_matter() -> None:
+    data = [torch.randn(8, 3), torch.randn(0, 3)]
+    models = [mlp(), mlp()]
+    merged = zipfx.zip(models, data, progress=False, repair="none")
+    same = zipfx.zip(models, data[:1], progress=False, repair="none")
+    assert torch.equal(merged(data[0]), same(data[0]))
+
+
+def test_models_without_parameters_zip_to_one_of_them() -> None:
+    x = torch.randn(4, 3)
+    merged = zipfx.zip([Forward(lambda m, x: x * 2) for _ in range(2)], [x], progress=False)
+    assert torch.equal(merged(x), x * 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        (torch.randn(2, 4), r"fails on example_inputs.*Pass inputs that the model"),
+        ("text", r"fails on example_inputs|can not trace"),
+        ((), r"fails on example_inputs|can not trace"),
+        ((torch.randn(2, 3), 1, 2), r"do not fit the model's forward: too many positional"),
+        (None, r"fails on example_inputs|can not trace"),
+    ],
+    ids=["width", "text", "none", "many", "None"],
+)
+def test_inputs_that_the_model_does_not_take(inputs: Any, says: str) -> None:
+    with pytest.raises(ZipError, match=f"(?s){says}"):
+        zipfx.analyze(mlp(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("forward", "node"),
+    [
+        (lambda m, x: m.net(x if x.sum() > 0 else -x), "value of node 'gt'"),
+        (lambda m, x: m.net(x * (1 if bool((x > 0).any()) else 2)), "value of node 'any_1'"),
+        (lambda m, x: m.net(x * range(9)[int(x.argmax())]), "value of node 'argmax'"),
+        (lambda m, x: [m.net(x) for _ in range(x.argmax().item())], "value of node 'item'"),
+        (lambda m, x: m.net(x) if (x > 0).nonzero().shape[0] else x, "value of node 'getitem'"),
+        (lambda m, x: m.net(x) if len(x[x > 0]) else x, "length of node 'getitem'"),
+        (lambda m, x: m.net(x) if x.tolist()[0][0] > 0 else x, "value of node 'gt'"),
+        (lambda m, x: m.net(x * float(x.max())), "value of node 'max_1'"),
+        (lambda m, x: m.net(x) if 1.0 in x else x, "value of node 'x'"),
+        (lambda m, x: m.net(x) if m.net[0].bias.sum() > 9 else x, "value of node 'gt'"),
+    ],
+    ids="compared any index range nonzero mask list float contains weight".split(),
+)
+def test_what_depends_on_data_is_refused_by_name(forward: Any, node: str) -> None:
+    model = Forward(forward, net=mlp())
+    says = rf"can not trace Forward at .*test_inputs\.py:\d+ \(.*\): Python needs the {node}, which"
+    with pytest.raises(ZipError, match=says + " depends on the data of a tensor"):
+        spaces_of(model, torch.randn(2, 3))
