@@ -12,7 +12,7 @@ import zipfx
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
     errors table statistics matrices match.protocol match.identity match.permute match.zip match
-    tap draw spaces labels ledger shadow tracers trace
+    tap draw spaces labels ledger shadow untouched tracers trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting group places mapping verify analyze calibrate correspond observe fuse pairing

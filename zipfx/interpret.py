@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +35,8 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import CONSTANTS, NOTES, clone_tensors, named_tensors
+from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, named_tensors
+from zipfx.untouched import Untouched, declared
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -112,7 +113,6 @@ class _Mode(TorchDispatchMode):
         self.ledger = ledger
         self.shadows = Shadows()
         self.notes: list[str] = []
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self.begin(Weights(None, ()))
 
     def begin(self, weights: Weights) -> None:
@@ -120,20 +120,6 @@ class _Mode(TorchDispatchMode):
         self.weights = weights
         self.writes: set[int] = set()
         self.inner: dict[Any, Heard] = {}
-
-    def _save(self, t: Tensor) -> None:
-        """Keep what was in a storage that this run did not make, before it is written to."""
-        owner, storage = self.shadows.owner(t), t.untyped_storage()
-        if (owner is None or owner < 0) and storage._cdata not in self._saved:
-            size = storage.nbytes() // t.itemsize
-            whole = torch.empty(0, dtype=t.dtype, device=t.device)
-            whole = whole.set_(storage, 0, (size,), (1,))
-            self._saved[storage._cdata] = whole, whole.clone()
-
-    def restore(self) -> None:
-        """Undo all writes to storages that this run did not make."""
-        for whole, before in self._saved.values():
-            whole.copy_(before)
 
     def _use(self, t: Tensor) -> None:
         """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
@@ -155,9 +141,8 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        for t in _tensors(args, kwargs) if func in _NORMS else written:
-            self._save(t)  # norms may write to their statistics without saying so
+        # a norm in eval mode may name its statistics as written although it leaves them alone
+        written = [] if func in _NORMS else declared(func, args, kwargs)
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, self.ledger, self.of)
         operands = call.tensors()
@@ -239,25 +224,9 @@ class _Mode(TorchDispatchMode):
         return all(self.of(i).kind != Kind.DATA for i in indices if isinstance(i, Tensor))
 
 
-def _tensors(*values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    if torch.Tag.inplace_view in func.tags:
-        return []
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    # a norm in eval mode may name its statistics as written although it leaves them alone
-    return [] if func in _NORMS else found
-
-
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, mode: _Mode) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, graph: fx.Graph, mode: _Mode) -> None:
+        super().__init__(module, graph=graph)
         self.mode = mode
         self.facts: list[NodeFacts] = []
         self.at: dict[fx.Node, int] = {}
@@ -336,18 +305,17 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
+    twin = alias(module)
     with torch.no_grad():
-        named = named_tensors(module)
+        named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
             if not mode.shadows.knows(t):
                 learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1 - i)
-        interpreter = _Interpreter(module, mode)
-        try:
+        interpreter = _Interpreter(twin, module.graph, mode)
+        with Untouched(named.values()):
             interpreter.run(*clone_tensors(tuple(inputs)))
-        finally:
-            mode.restore()
     notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
     return Facts(ledger, nodes, tuple(notes), tuple(named), again)

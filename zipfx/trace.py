@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError, first_line
 from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
+from zipfx.untouched import Untouched
 
 _HOOKS = (
     "_forward_hooks",
@@ -128,13 +129,14 @@ def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
 
 def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """The module, if it computes what the model computes (or the model itself does not run)."""
-    twin = structural_copy(model, share_parameters=False)
-    twin.to(next((t.device for t in module.parameters()), None))
+    device = next((t.device for t in module.parameters()), None)
+    away = any(t.device != device for t in model.parameters())
+    twin = structural_copy(model, share_parameters=not away).to(device if away else None)
     found = []
-    for own in (twin, copy.deepcopy(module)):  # forward may write to its parameters
+    for own in (twin, module):
         try:
             with torch.no_grad(), _own_randomness(module):
-                found.append(tree_leaves(own(*clone_tensors(tuple(inputs)))))
+                found.append(tree_leaves(_run(own, inputs)))
         except Exception as error:
             if own is twin:
                 return module
@@ -145,6 +147,17 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
     if not all(map(_close, expected, ours)):
         raise _astray(model, "outputs have other values")
     return module
+
+
+def _run(module: nn.Module, inputs: Sequence[Any]) -> Any:
+    """What a module computes; it may write to its parameters, and so does not find them changed."""
+    forward: Any = (
+        fx.Interpreter(alias(module), graph=module.graph).run
+        if isinstance(module, fx.GraphModule)
+        else copy.deepcopy(module, _views(module))
+    )
+    with Untouched([*module.parameters(), *module.buffers()]):
+        return forward(*clone_tensors(tuple(inputs)))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -166,9 +179,10 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
     twin = structural_copy(model, share_parameters=device is None).to(device)
     own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
     aware = tracer if isinstance(tracer, ExampleTracer) else None
-    root = copy.deepcopy(twin) if aware else twin  # forward runs, and may write to its parameters
+    root = copy.deepcopy(twin, _views(twin)) if aware else twin
     try:
-        graph = tracer.trace(root)
+        with Untouched([*root.parameters(), *root.buffers()] if aware else []):  # forward runs
+            graph = tracer.trace(root)
     except ZipError:
         raise
     except Exception as error:
@@ -283,6 +297,26 @@ def _untraceable(root: nn.Module, error: Exception) -> str:
         "with a tracer of your own (tracer=...), or zip a smaller module that does not hold it, "
         "such as the part before it"
     )
+
+
+def alias(module: nn.Module) -> nn.Module:
+    """The module tree once more, on the same memory: for running it under `Untouched`.
+
+    Its tensors count their own writes, so that autograd does not see those in the originals.
+    """
+    memo = _views(module)
+    twin = nn.Module()
+    for kind in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[kind] = copy.deepcopy(module.__dict__[kind], memo)
+    return twin
+
+
+def _views(module: nn.Module) -> dict[int, Any]:
+    """id of every tensor of a module -> another tensor on the same memory."""
+    memo: dict[int, Any] = {id(b): b.data for b in module.buffers()}
+    for p in module.parameters():
+        memo[id(p)] = nn.Parameter(p.data, requires_grad=p.requires_grad)
+    return memo
 
 
 def clone_tensors(value: Any) -> Any:

@@ -41,7 +41,11 @@ class _Recorder(fx.Interpreter):
 
 def _scrambled(module: fx.GraphModule, seed: int) -> fx.GraphModule:
     """A float64 copy whose constant parameters (fresh norms, zero biases) are made uneven."""
-    twin = copy.deepcopy(module).double()
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        memo[id(p)] = torch.nn.Parameter(_fresh(p.detach()), requires_grad=False)
+    memo |= {id(b): _fresh(b) for b in module.buffers()}
+    twin = copy.deepcopy(module, memo)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for t in [*twin.parameters(), *twin.buffers()]:
