@@ -15,9 +15,8 @@ import dataclasses
 import multiprocessing
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,24 +24,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import graphs
-import properties
-from graphs import OPS, Step, written
+from graphs import OPS, written
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from properties import LAWS, Example, UnusableError, check, examples, known
+from properties import (
+    LAWS,
+    Example,
+    Failure,
+    UnusableError,
+    check,
+    examples,
+    known,
+    simplify,
+    where,
+)
 
 from benchmarks import evaluate
 
 CHUNK = 250  # examples that share a seed
-
-
-@dataclass(frozen=True)
-class Failure:
-    """where: the exception and the line of the law that did not hold."""
-
-    where: str
-    example: Example
-    known: str | None
 
 
 @dataclass
@@ -73,10 +71,11 @@ class Tally:
             self.counts["unusable"] += 1
             return
         except Exception as error:
-            self.failures.append(Failure(where(error), example, known(example)))
+            self.failures.append(Failure(where(error), example))
             return
         self.laws[example.law] += 1
-        self.refused[example.law] += bool(outcome.refused)
+        self.refused[example.law] += outcome.refused == "cut"
+        self.counts["ambiguous"] += outcome.refused == "ambiguous"
         steps = written(example.plan).steps
         self.steps.update(set(steps))
         self.depths[len(steps)] += 1
@@ -86,16 +85,6 @@ class Tally:
         self.counts["spaces"] += len(outcome.spaces)
         self.counts["with spaces"] += bool(outcome.spaces)
         self.counts["with blocks"] += outcome.blocks
-
-
-def where(error: Exception) -> str:
-    """What identifies a failure: the law and its line, or the line that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, AssertionError):
-        frame = [f for f in frames if f.filename == properties.__file__][-1]
-        return f"{frame.name}: {frame.line}"
-    text = str(error).partition("\n")[0][:80]
-    return f"{type(error).__name__} in {frames[-1].name}: {text}"
 
 
 def chunk(job: tuple[int, int]) -> Tally:
@@ -117,74 +106,13 @@ def chunk(job: tuple[int, int]) -> Tally:
     return tally
 
 
-# ------------------------------------------------------------------ making failures small
-def fails_as(example: Example) -> str:
-    try:
-        check(example)
-    except UnusableError:
-        return ""
-    except Exception as error:
-        return where(error)
-    return ""
-
-
-def simplify(failure: Failure) -> Failure:
-    """The smallest example that fails in the same way, going down step by step."""
-    example = failure.example
-    while True:
-        smaller = (e for e in _smaller(example) if fails_as(e) == failure.where)
-        found = next(smaller, None)
-        if found is None:
-            return Failure(failure.where, example, known(example))
-        example = found
-
-
-def _smaller(example: Example) -> Iterator[Example]:
-    plan = example.plan
-    for steps in _fewer(plan.steps):
-        yield _with(example, steps=steps)
-    if len(plan.inputs) > 1:
-        yield from (_with(example, inputs=(layout,)) for layout in plan.inputs)
-    for layout in graphs.INPUTS:
-        if plan.inputs == (layout,):
-            break
-        if len(plan.inputs) == 1:
-            yield _with(example, inputs=(layout,))
-    for name, simplest in (("ending", "head"), ("stem", 0), ("seed", 0)):
-        if getattr(plan, name) != simplest:
-            yield _with(example, **{name: simplest})
-    if example.cut > 1:
-        yield dataclasses.replace(example, cut=1)
-    for i, step in enumerate(plan.steps):
-        for lower in _lower(step):
-            yield _with(example, steps=(*plan.steps[:i], lower, *plan.steps[i + 1 :]))
-
-
-def _with(example: Example, **changes: object) -> Example:
-    return dataclasses.replace(example, plan=dataclasses.replace(example.plan, **changes))
-
-
-def _fewer(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
-    if len(steps) > 1:
-        yield from (steps[:i] + steps[i + 1 :] for i in range(len(steps)))
-
-
-def _lower(step: Step) -> Iterator[Step]:
-    for op in list(OPS)[: min(3, list(OPS).index(step.op))]:
-        yield dataclasses.replace(step, op=op)
-    for name in ("at", "other", "size", "option"):
-        value = getattr(step, name)
-        bits = (value & ~(1 << b) for b in reversed(range(6)))
-        for lower in dict.fromkeys((0, 1, 2, *bits)):
-            if lower < value:
-                yield dataclasses.replace(step, **{name: lower})
-
-
 # ------------------------------------------------------------------ the report
-def report(tally: Tally, distinct: Sequence[Failure], options: argparse.Namespace, t: float) -> str:
+def report(tally: Tally, small: Sequence[Failure], options: argparse.Namespace, t: float) -> str:
     n = tally.counts["examples"]
     held = n - tally.counts["unusable"] - len(tally.failures)
-    excused = Counter(f.known for f in tally.failures if f.known)
+    names = [known(failure.example) for failure in small]
+    excused = Counter(name for name in names if name)
+    distinct = {f.example.plan.code(): f for f, name in zip(small, names) if not name}
     rows = [
         (name, str(tally.steps[name]), str(tally.axes[name]), str(tally.pinned[name]),
          _share(tally.pinned[name], tally.axes[name]))
@@ -199,6 +127,8 @@ def report(tally: Tally, distinct: Sequence[Failure], options: argparse.Namespac
         f"{n} networks: every law holds on {held}; {tally.counts['unusable']} give only zeros and "
         f"say nothing; {len(tally.failures)} fail, {sum(excused.values())} of them in a way that "
         "is known. Laws 1 and 6 are checked on every network, and one of the others.",
+        f"On {tally.counts['ambiguous']} networks several matchings are equally good: law 5 says "
+        "nothing there.",
         f"{depth:.1f} steps in the mean (at most {max(tally.depths, default=0)}); "
         f"{tally.counts['spaces']} spaces of {min(tally.sizes, default=0)} to "
         f"{max(tally.sizes, default=0)} features; {_share(tally.counts['with spaces'], held)} of "
@@ -214,10 +144,9 @@ def report(tally: Tally, distinct: Sequence[Failure], options: argparse.Namespac
     if tally.failures:
         text += ["## Failures"]
         text += [f"{count} x {name}" for name, count in excused.most_common()]
-    for failure in distinct:
+    for failure in distinct.values():
         text += [
-            f"`{failure.example!r}`: {failure.where}"
-            + (f" (known: {failure.known})" if failure.known else ""),
+            f"`{failure.example!r}`: {failure.where}",
             f"```python\n{failure.example.plan.code()}```",
         ]
     return "\n\n".join(text)
@@ -233,7 +162,6 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first chunk")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--small", type=int, default=12, help="failures that are made small")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     start, tally = time.perf_counter(), Tally()
@@ -248,13 +176,9 @@ def main() -> None:
             for failure in part.failures:
                 print(failure.where, failure.example, flush=True)
     seconds = time.perf_counter() - start
-    # what is not known comes first; one example for each way to fail
-    queue = sorted(tally.failures, key=lambda f: f.known is not None)
-    small: dict[tuple[str, str], Failure] = {}
-    for failure in queue[: options.small]:
-        least = simplify(failure)
-        small.setdefault((least.where, least.example.plan.code()), least)
-    evaluate.publish(report(tally, list(small.values()), options, seconds), options.out)
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        small = pool.map(simplify, tally.failures, chunksize=1)
+    evaluate.publish(report(tally, small, options, seconds), options.out)
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def add(net: Writer, step: Step) -> None:
     if found is None:
         v = net.any(step)
         name = net.linear(v, v.shape[-1])
-        net.make(f"{v.name} + {name}(F.relu({v.name}))", v.shape, v)
+        net.make(f"{v.name} + {name}(torch.tanh({v.name}))", v.shape, v)
         return
     a, b = found
     text = choose(("{0} + {1}", "{0} - 0.5 * {1}", "torch.add({0}, {1}, alpha=2)",
@@ -499,7 +499,7 @@ def gate(net: Writer, step: Step) -> None:
     one, two = (net.layer(f"nn.Linear({a}, {b})", s) for a, b, s in (
         (v.channels, size(step), "_down"), (size(step), v.channels, "_up")))  # fmt: skip
     pooled = f"{v.name}.mean({v.positions})" if v.positions else v.name
-    weights = net.make(f"torch.sigmoid({two}(F.relu({one}({pooled}))))", (v.channels,), v)
+    weights = net.make(f"torch.sigmoid({two}(F.silu({one}({pooled}))))", (v.channels,), v)
     shaped = {1: "{}", 2: "{}[:, None]", 3: "{}[:, :, None, None]"}[len(v.shape)]
     net.make(f"{v.name} * {shaped.format(weights.name)}", v.shape, v, weights)
 
@@ -998,7 +998,7 @@ def pooled(net: Writer) -> str:
 @ending
 def leaves(net: Writer) -> str:
     """A tuple: one head for everything that nothing has read."""
-    unread = [v for v in net.values if v.name not in net.used]
+    unread = [v for v in net.values if v.name not in net.used] or net.values[-1:]
     return f"({', '.join(_head(net, v) for v in unread)},)"
 
 
