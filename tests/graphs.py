@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from random import Random
 
 import torch
 from hypothesis import strategies as st
@@ -1038,4 +1039,17 @@ def plans(most: int = 8) -> st.SearchStrategy[Plan]:
         st.sampled_from((0, 4, 5, 6, 8)),
         st.sampled_from(list(ENDINGS)),
         st.integers(0, 99),
+    )
+
+
+def drawn(random: Random, most: int = 8) -> Plan:
+    """A plan drawn independently of others: hypothesis goes on from what it drew before, which
+    finds less in the same time."""
+    step = lambda: Step(random.choice(list(OPS)), *(random.randrange(n) for n in (4, 4, 6, 64)))  # noqa: E731
+    return Plan(
+        tuple(random.choice(list(INPUTS)) for _ in range(random.choice((1, 1, 2)))),
+        tuple(step() for _ in range(random.randint(1, most))),
+        random.choice((0, 4, 5, 6, 8)),
+        random.choice(list(ENDINGS)),
+        random.randrange(100),
     )

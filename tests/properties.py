@@ -9,10 +9,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
-from graphs import INPUTS, OPS, Plan, Step, operation, plans
+from graphs import INPUTS, OPS, Plan, Step, drawn, operation, plans
 from hypothesis import strategies as st
 from laws import (
     EXACT,
@@ -65,6 +66,12 @@ class UnusableError(Exception):
 
 def examples(most: int = 8) -> st.SearchStrategy[Example]:
     return st.builds(Example, plans(most), st.sampled_from(list(LAWS)), st.integers(0, 7))
+
+
+def independent(seed: int) -> Example:
+    """Example number `seed`, drawn independently of all others."""
+    random = Random(seed)
+    return Example(drawn(random), random.choice(list(LAWS)), random.randrange(8))
 
 
 # ------------------------------------------------------------------ law 1
