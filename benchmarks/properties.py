@@ -105,7 +105,7 @@ def report(tally: Tally, small: Sequence[Failure], options: argparse.Namespace, 
     excused = Counter(name for name in names if name)
     distinct = {f.example.plan.code(): f for f, name in zip(small, names) if not name}
     rows = [
-        (name, str(tally.steps[name]), str(tally.axes[name]), str(tally.pinned[name]),
+        (name, str(tally.steps[name] or "-"), str(tally.axes[name]), str(tally.pinned[name]),
          _share(tally.pinned[name], tally.axes[name]))
         for name in ("stem", *OPS, "head")
     ]  # fmt: skip
