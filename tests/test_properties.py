@@ -1,0 +1,169 @@
+"""The exactness laws on random networks (see `graphs` and `properties`).
+
+    ZIPFX_PROFILE=long python -m pytest tests/test_properties.py   # 20,000 examples, hours
+
+`python -m benchmarks.properties` runs the same property in several processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import INPUTS, OPS, Plan, Step, operation, plans, written
+from hypothesis import HealthCheck, Phase, event, find, given, note, settings
+from laws import EXACT, run
+from properties import (
+    KNOWN,
+    Example,
+    Failure,
+    UnusableError,
+    check,
+    examples,
+    independent,
+    known,
+    law_1_error,
+    simplify,
+    where,
+)
+
+from zipfx.labels import Ledger
+from zipfx.rules import together
+from zipfx.trace import trace
+
+QUIET = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "print_blob": True,
+    "suppress_health_check": list(HealthCheck),
+}
+settings.register_profile("ci", max_examples=200, **QUIET)
+settings.register_profile("long", max_examples=20_000, **QUIET)
+PROFILE = settings.get_profile(os.environ.get("ZIPFX_PROFILE", "ci"))
+
+
+# About a minute: 200 networks, each analysed, permuted, and merged once or twice.
+@settings(PROFILE)
+@given(examples())
+def test_every_law_holds_on_random_networks(example: Example) -> None:
+    note(example.plan.code())
+    event(holds(example))
+
+
+# About a minute and a half: 300 networks that have nothing in common.
+def test_every_law_holds_on_independent_networks() -> None:
+    counts = Counter(holds(independent(seed)) for seed in range(300))
+    assert counts["zero"] < 10, counts
+
+
+def holds(example: Example) -> str:
+    """How the laws hold; failures that are not known are raised, made small."""
+    try:
+        return check(example).refused or example.law
+    except UnusableError:
+        return "zero"
+    except Exception as error:
+        small = simplify(Failure(where(error), example)).example
+        name = known(small)
+        if name is None:
+            error.add_note(f"{small!r}\n{small.plan.code()}")
+            raise
+        return f"known: {name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=n))
+        for n in KNOWN
+    ],
+)
+def test_what_is_known_to_be_wrong(name: str) -> None:
+    """Once one of these passes, it has to leave `KNOWN`."""
+    check(KNOWN[name].example)
+
+
+def test_what_is_known_is_recognised() -> None:
+    assert all(bug.excuses(bug.example) for bug in KNOWN.values())
+
+
+# ------------------------------------------------------------------ sensitivity
+def no_blocks(ledger: Ledger, x: Any, dims: Any) -> Any:
+    return x
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+def no_union(ledger: Ledger, a: Any, b: Any, **_: Any) -> Any:
+    a, b = torch.broadcast_tensors(a, b)
+    return torch.where(a > 0, a, b)
+
+
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a softmax over a part of the features makes no blocks": (together, "together", no_blocks),
+    "coordinates that meet features do not colour them": (Ledger, "entangle", nothing),
+    "an operation on some of the features does not tell them apart": (Ledger, "event", nothing),
+    "features that meet are not unified": (Ledger, "unify", no_union),
+}
+
+
+# Up to half a minute each: hundreds of networks until one fails, and a hundred to make it small.
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_rule_is_found_and_made_small(name: str) -> None:
+    owner, attribute, broken = MUTANTS[name]
+
+    def wrong_only_when_broken(plan: Plan) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, broken)
+            if not fails(plan):
+                return False
+        return not fails(plan)
+
+    options = settings(
+        PROFILE, max_examples=400, derandomize=True, phases=[Phase.generate, Phase.shrink]
+    )
+    smallest = find(plans(5), wrong_only_when_broken, settings=options)
+    assert len(smallest.steps) <= 4, smallest.code()
+
+
+def fails(plan: Plan) -> bool:
+    try:
+        return law_1_error(plan) >= EXACT
+    except UnusableError:
+        return False
+
+
+# ------------------------------------------------------------------ the strategy itself
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("layout", INPUTS)
+def test_every_variant_of_every_step_is_a_network_that_runs(name: str, layout: str) -> None:
+    ran = 0
+    for option in range(64 if name == "attention" else 12):
+        steps = (Step(name, 0, option, option, option), Step("pointwise"), Step(name, 1, 1, 1, 1))
+        plan = Plan((layout,), steps, stem=6)
+        net = plan.net()
+        out = run(net.build(), net.inputs(2))
+        assert out.dtype == torch.float64
+        ran += name in written(plan).steps
+    assert ran
+    assert {operation(n) for n, _ in net.build().named_parameters()} <= {*OPS, "stem", "head"}
+
+
+@settings(PROFILE, max_examples=100)
+@given(plans())
+def test_a_plan_is_one_network_that_can_be_traced(plan: Plan) -> None:
+    net = plan.net()
+    one, two = net.build(plan.seed), net.build(plan.seed)
+    assert plan.code() == Plan(**vars(plan)).code()
+    assert eval(repr(plan), {"Plan": Plan, "Step": Step}) == plan
+    for (name, p), (_, q) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+    x = net.inputs(3)
+    assert str(run(one, x)) == str(run(trace(one), x))
