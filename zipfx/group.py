@@ -158,10 +158,11 @@ class Grouping:
         """The spaces that move any of these labels."""
         return set(np.unique(self.entries(np.unique(labels))[1]).tolist())
 
-    def mixes(self, space: int, labels: Ints) -> bool:
+    def mixes(self, space: int, *slots: Ints) -> bool:
         """Whether features of a space lie here together with those of another, neither inside the
         other, so that the occurrences of a feature may have another order in another model."""
-        index, spaces, _ = self.entries(labels)
+        found = [self.entries(labels)[:2] for labels in slots]
+        index, spaces = (np.concatenate(parts) for parts in zip(*found, strict=True))
         here = np.isin(index, index[spaces == space])
         others = set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))}
         return any(space not in {s for s, _ in self.parents(o)} for o in others)

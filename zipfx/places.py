@@ -11,7 +11,7 @@ from torch import fx
 
 from zipfx.group import Grouping
 from zipfx.interpret import Facts
-from zipfx.labels import Kind, support, vector
+from zipfx.labels import Kind, overlapping
 from zipfx.spaces import Place
 
 
@@ -32,19 +32,14 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
     for i, (node, fact) in enumerate(zip(nodes, facts.nodes, strict=True)):
         if i > grouping.last or not fact.is_tensor or fact.kind != Kind.DATA or node.op == "output":
             continue
-        slots = fact.values[0].features
-        for slot in slots:
-            dims = tuple(sorted(support(slot)))
-            others = {d for other in slots if other is not slot for d in support(other)}
-            blurred = tuple(sorted(others - set(dims)))
-            labels = vector(slot, *dims).numpy()
-            own = set(grouping.space[grouping.vertex[labels]].tolist())
-            for s, index in grouping.tables(labels):
-                read = s in readers.get(i, ())
-                mixed = index.shape[1] > 1 and grouping.mixes(s, labels)
+        groups = overlapping(fact.values[0].features)
+        for dims, slots in groups:
+            blurred = tuple(sorted({d for other, _ in groups for d in other} - set(dims)))
+            own = {s for labels in slots for s in grouping.space[grouping.vertex[labels]].tolist()}
+            for s, index in grouping.tables(*slots):
                 place = Place(
-                    node.name, dims, index, read, blurred,
-                    own=s in own, mixed=mixed, after=after.get(i),
+                    node.name, dims, index, s in readers.get(i, ()), blurred, own=s in own,
+                    mixed=index.shape[1] > 1 and grouping.mixes(s, *slots), after=after.get(i),
                 )  # fmt: skip
                 if place.own or i not in places.setdefault(s, {}):
                     places.setdefault(s, {})[i] = place
