@@ -31,7 +31,7 @@ from properties import (
     where,
 )
 
-from zipfx.labels import Ledger
+from zipfx.ledger import Ledger
 from zipfx.rules import together
 from zipfx.trace import trace
 
