@@ -34,6 +34,7 @@ from torchvision.models import get_model, list_models
 
 import zipfx
 from benchmarks import evaluate
+from zipfx.table import summary
 
 SOURCES = ("torchvision", "segmentation", "timm")
 TIMM = """
@@ -63,7 +64,8 @@ mixer_s32_224 gmixer_12_224 gmlp_ti16_224 resmlp_12_224 sequencer2d_s
 SIZES = (64, 96, 128, 192, 224, 240, 256)  # pixels to try
 AUXILIARY = "+aux"  # a segmenter with its auxiliary head
 EXACT = 1e-12
-AT_THE_ENDS = ("unlike any other", "output of the network")  # reasons that no analysis could avoid
+UNLIKE = "unlike any other"  # channels of the input, positions; but also what depends on them alone
+AT_THE_ENDS = (UNLIKE, "output of the network")
 
 
 # ------------------------------------------------------------------ models
@@ -157,7 +159,7 @@ def smallest(name: str, source: str) -> tuple[nn.Module, Tensor]:
             model, x = build(name, source=source, pixels=size), images(name, 2, size)
             with torch.no_grad():
                 model(x)
-            return build(name, source=source, pixels=size), x  # LeViT caches what it has computed
+            return build(name, source=source, pixels=size), x  # without caches of that run
         except Exception as error:  # sizes are refused in many ways
             problem = problem or error
     raise ValueError(f"takes none of {SIZES} pixels: {problem}")
@@ -166,10 +168,9 @@ def smallest(name: str, source: str) -> tuple[nn.Module, Tensor]:
 # ------------------------------------------------------------------ laws
 def law_1(model: nn.Module, spaces: zipfx.SpaceMap, x: Tensor, seed: int = 1) -> float:
     """Relative error after every space was permuted at random; of several outputs the worst."""
-    twin = spaces.permuted(model, spaces.random_permutations(seed))  # before a forward: see above
     with torch.no_grad():
-        before = tree_leaves(copy.deepcopy(model)(x))
-        after = tree_leaves(twin(x))
+        before = tree_leaves(copy.deepcopy(model)(x))  # a copy: a forward may fill caches
+        after = tree_leaves(spaces.permuted(model, spaces.random_permutations(seed))(x))
     return max(
         float((a - b).abs().max() / b.abs().max())
         for a, b in zip(after, before, strict=True)
@@ -189,6 +190,11 @@ def law_2(model: nn.Module, x: Tensor) -> float:
 def pinned_axes(spaces: zipfx.SpaceMap) -> set[tuple[str, int]]:
     """Axes left fixed although they are neither the network's input nor its output."""
     return {(p.parameter, p.dim) for p in spaces.pinned if not p.reason.startswith(AT_THE_ENDS)}
+
+
+def unlike_axes(spaces: zipfx.SpaceMap) -> set[tuple[str, int]]:
+    """Axes with features that resemble no other: one, of the input's channels, in a plain CNN."""
+    return {(p.parameter, p.dim) for p in spaces.pinned if p.reason.startswith(UNLIKE)}
 
 
 def in_short(reason: str) -> str:
@@ -218,6 +224,7 @@ class Row:
     blocks: int | None = None
     features: int | None = None
     pinned: int | None = None
+    unlike: int | None = None
     error: float | None = None
     verified: float | None = None
     ratio: float | None = None
@@ -241,15 +248,15 @@ class Row:
         millions = None if self.parameters is None else self.parameters / 1e6
         return (
             self.model, self.source, show(self.pixels, "d"), show(millions, ".1f"), spaces,
-            show(self.features, "d"), show(self.pinned, "d"), show(self.error, ".0e"),
-            show(self.verified, ".0e"), show(self.ratio, ".3f"),
+            show(self.features, "d"), show(self.pinned, "d"), show(self.unlike, "d"),
+            show(self.error, ".0e"), show(self.verified, ".0e"), show(self.ratio, ".3f"),
             *(show(s, ".1f") for s in self.seconds),
         )  # fmt: skip
 
 
 HEADER = (
     "model", "source", "pixels", "parameters (M)", "spaces (of blocks)", "features", "pinned axes",
-    "law 1 error", "verified", "law 2 ratio", "analyze (s)", "with verify (s)",
+    "unlike axes", "law 1 error", "verified", "law 2 ratio", "analyze (s)", "with verify (s)",
 )  # fmt: skip
 
 
@@ -270,7 +277,8 @@ def stages(name: str, source: str) -> Iterator[Row]:
         spaces, seconds = _timed(lambda: zipfx.analyze(model, x, verify=False))
         row.seconds = seconds, None
         row.spaces, row.blocks = len(spaces), sum(s.of_blocks for s in spaces)
-        row.features, row.pinned = sum(s.size for s in spaces), len(pinned_axes(spaces))
+        row.features = sum(s.size for s in spaces)
+        row.pinned, row.unlike = len(pinned_axes(spaces)), len(unlike_axes(spaces))
         for p in spaces.pinned:
             row.reasons.setdefault(p.reason, []).append(f"{p.parameter} dim {p.dim}")
         yield row
@@ -355,6 +363,16 @@ def _pinned_table(rows: Sequence[Row]) -> str:
     )
 
 
+def _unlike_table(rows: Sequence[Row]) -> str:
+    """Of models where more is unlike any other than the channels of the input."""
+    found = []
+    for row in rows:
+        axes = [a for reason, of in row.reasons.items() if reason.startswith(UNLIKE) for a in of]
+        if len(axes) > 1:
+            found.append((row.model, str(len(axes)), summary(axes, 150, " (+{} more)")))
+    return evaluate.table(("model", "axes", "which"), found)
+
+
 def _one_line(text: str, most: int = 300) -> str:
     """A message for a cell of a table: without line breaks and paths of this machine."""
     text = re.sub(r"/\S*?/site-packages/", "", text).split(". Move the line")[0]
@@ -372,12 +390,17 @@ def report(rows: Sequence[Row]) -> str:
         "error with it, where it was needed. Norm statistics, affines, biases, layer scales and "
         "position tables are random. Input: two images of the smallest size that the model takes. "
         "Pinned axes: parameter axes left fixed (in whole or in part) though they are not the "
-        "network's input or output. Law 2 ratio: parameters of a full zip of two copies over those "
-        "of one. Seconds: process time of `zipfx.analyze`.",
+        "network's input or output. Unlike axes: those where a feature resembles no other (input "
+        "channels: one axis; positions; what is computed from positions alone). Law 2 ratio: "
+        "parameters of a full zip of two copies over those of one. Seconds: process time of "
+        "`zipfx.analyze`.",
         evaluate.table(HEADER, [row.cells() for row in rows]),
     ]
     if any(row.pinned for row in rows):
         parts += ["## What is pinned", _pinned_table(rows)]
+    if any((row.unlike or 0) > 1 for row in rows):
+        parts += ["## What is unlike any other, besides one axis of input channels"]
+        parts += [_unlike_table(rows)]
     failures = [
         (row.model, stage, _one_line(why)) for row in rows for stage, why in row.failures.items()
     ]
