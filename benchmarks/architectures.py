@@ -65,6 +65,7 @@ SIZES = (64, 96, 128, 192, 224, 240, 256)  # pixels to try
 AUXILIARY = "+aux"  # a segmenter with its auxiliary head
 EXACT = 1e-12
 UNLIKE = "unlike any other"  # channels of the input, positions; but also what depends on them alone
+_POSITIONS = re.compile(r"(^|_)(pos|position|token)(s|_|$)")  # in names of parameters
 AT_THE_ENDS = (UNLIKE, "output of the network")
 
 
@@ -130,13 +131,15 @@ def build(
 
 
 def _scramble(name: str, t: Tensor, generator: torch.Generator) -> None:
+    """Fill what is constant, a vector, or a table of positions: with both signs, or around 1."""
     owner, _, last = name.rpartition(".")
-    table = (last != "weight" and "pos" in owner.rpartition(".")[2] + last) or "token" in last
-    constant = bool((t == t.flatten()[0]).all()) if t.numel() else True
+    learned = not last.startswith(("weight", "running"))
+    table = learned and bool(_POSITIONS.search(f"{owner.rpartition('.')[2]}_{last}"))
+    constant = t.numel() > 0 and bool((t == t.flatten()[0]).all())
     if not (t.ndim < 2 or constant or table or "bias" in last):
         return
-    signed = table or "bias" in last or last == "running_mean" or (t.ndim > 1 and not t.any())
-    if signed:
+    zero = t.ndim > 1 and not t.any()
+    if table or zero or "bias" in last or last == "running_mean":
         t.copy_(0.3 * torch.randn(t.shape, generator=generator))
     else:
         t.copy_(0.5 + torch.rand(t.shape, generator=generator))
