@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torchvision.models import get_model, list_models
 
@@ -159,13 +160,34 @@ def smallest(name: str, source: str) -> tuple[nn.Module, Tensor]:
     problem: Exception | None = None
     for size in SIZES:
         try:
-            model, x = build(name, source=source, pixels=size), images(name, 2, size)
-            with torch.no_grad():
-                model(x)
-            return build(name, source=source, pixels=size), x  # without caches of that run
+            tried, x = build(name, source=source, pixels=size), images(name, 2, size)
+            settle(tried, x)
+            model = build(name, source=source, pixels=size)  # without caches of that run
+            model.load_state_dict(tried.state_dict())
+            return model, x
         except Exception as error:  # sizes are refused in many ways
             problem = problem or error
     raise ValueError(f"takes none of {SIZES} pixels: {problem}")
+
+
+def settle(model: nn.Module, x: Tensor) -> None:
+    """Run the model, and scale the random statistics of each BatchNorm to what it receives.
+
+    With unfit ones activations grow from layer to layer, until rounding errors do, too.
+    """
+
+    def fit(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+            power = inputs[0].square().mean()
+            norm.running_mean.mul_(power.sqrt())
+            norm.running_var.mul_(power)
+
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(fit) for norm in norms]
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
 
 
 # ------------------------------------------------------------------ laws
