@@ -134,10 +134,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="markdown file to write the result to")
 
 
-def environment(script: str) -> str:
-    """Command, date, versions, processor and threads of this run, as a markdown list."""
-    packages = ("zipfx", "torch", "torchvision", "numpy", "scipy")
-    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+def environment(script: str, packages: Sequence[str] = ()) -> str:
+    """Command, date, versions (also of `packages`), processor and threads, as a markdown list."""
+    named = ("zipfx", "torch", "torchvision", *packages, "numpy", "scipy")
+    versions = ", ".join(f"{name} {_version(name)}" for name in named)
     return "\n".join(
         (
             f"- command: `{shlex.join(['python', '-m', script, *sys.argv[1:]])}`",
