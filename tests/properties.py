@@ -351,20 +351,6 @@ def _steps(inputs: str, *steps: Step, **settings: Any) -> Example:
 
 
 KNOWN: dict[str, Known] = {
-    "keys that several heads of queries share are free, the queries are not": Known(
-        _steps("vector", Step("attention", option=18)), "repeat_interleave"
-    ),
-    "a coordinate along several dimensions is lost when one of them is summed over": Known(
-        _steps("image", Step("linear"), Step("upsample"), Step("gate")),
-        r"\.view\(-1|flatten\(2\)|interpolate",
-    ),
-    "channels of two inputs, or of one twice, have the same coordinates": Known(
-        _steps("image image", Step("cat", other=1), Step("batch_norm")), r"torch\.cat"
-    ),
-    "occurrences of features that are tied in cycles are aligned by order": Known(
-        _steps("vector", Step("shuffle"), Step("gate"), stem=8),
-        r"flip|roll|self\.reorder|shuffle|transpose\(\d, \d\)\.(flatten|reshape)",
-    ),
     "a head that writes into a part of the features gets the unmerge after it": Known(
         Example(
             Plan(("vector",), (Step("pointwise"), Step("inplace", option=4)), stem=6), "partial", 2

@@ -82,18 +82,19 @@ def _spread(group: Ints, labels: Sequence[Ints], size: int = 0) -> Ints:
 class Grouping:
     """What the nodes up to `last` know of features and blocks, the *vertices*.
 
-    vertex: of every label; kind: the class of every vertex; first: its smallest label, or that of
-    what belongs to it; space: of every vertex that is a feature of one (else -1), member: its
-    number in it. A vertex moves with each entry (moved space, member) from starts[v] to
-    starts[v + 1]: its own and those of the blocks it belongs to. sizes, blocks: of the spaces;
-    of_blocks: whether their members are blocks of features that reach data.
-    crossing: the nodes whose values leave for the heads.
+    vertex: of every label; turn: the order of several labels of a vertex on one axis; kind: the
+    class of every vertex; rank: the order of vertices that move together; space: of every vertex
+    that is a feature of one (else -1), member: its number in it. A vertex moves with each entry
+    (moved space, member) from starts[v] to starts[v + 1]: its own and those of the blocks it
+    belongs to. sizes, blocks: of the spaces; of_blocks: whether their members are blocks of
+    features that reach data. crossing: the nodes whose values leave for the heads.
     """
 
     last: int
     vertex: Ints
+    turn: Ints
     kind: Ints
-    first: Ints
+    rank: Ints
     space: Ints
     member: Ints
     starts: Ints
@@ -114,11 +115,11 @@ class Grouping:
         entry = self.starts[v][index] + within
         return index, self.moved_space[entry], self.moved_member[entry]
 
-    def tables(self, *slots: Ints, tie: Ints | None = None) -> list[tuple[int, Tensor]]:
+    def tables(self, *slots: Ints) -> list[tuple[int, Tensor]]:
         """For every space wholly present on an axis with these labels: (space, index table).
 
         slots: (n,) labels per index of the axis, 0 for none. The table is (size, occurrences);
-        blocks come before what is inside them. tie: (n,) tells occurrences apart before order does.
+        blocks come before what is inside them.
         """
         found: dict[int, Tensor] = {}
         for labels in slots:
@@ -126,8 +127,7 @@ class Grouping:
             if not len(index):
                 continue
             vertex = self.vertex[labels[index]]
-            ties = index if tie is None else tie[index]
-            order = np.lexsort((index, ties, self.rank[vertex], member, space))
+            order = np.lexsort((index, self.turn[labels[index]], self.rank[vertex], member, space))
             index, space, member = index[order], space[order], member[order]
             starts = np.flatnonzero(np.diff(space, prepend=-1))
             count = np.diff(starts, append=len(space))
@@ -146,26 +146,17 @@ class Grouping:
     def _sizes(self) -> Ints:
         return np.array(self.sizes, np.int64)
 
-    @functools.cached_property
-    def rank(self) -> Ints:
-        """(V,) order of vertices by class, then by first label."""
-        order = np.lexsort((self.first, self.kind))
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        return rank
-
     def spaces(self, labels: Ints) -> set[int]:
         """The spaces that move any of these labels."""
         return set(np.unique(self.entries(np.unique(labels))[1]).tolist())
 
     def mixes(self, space: int, *slots: Ints) -> bool:
-        """Whether features of a space lie here together with those of another, neither inside the
-        other, so that the occurrences of a feature may have another order in another model."""
+        """Whether features of a space lie here together with those of another that it does not lie
+        in, so that the occurrences of a feature may have another order in another model."""
         found = [self.entries(labels)[:2] for labels in slots]
         index, spaces = (np.concatenate(parts) for parts in zip(*found, strict=True))
         here = np.isin(index, index[spaces == space])
-        others = set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))}
-        return any(space not in {s for s, _ in self.parents(o)} for o in others)
+        return bool(set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))})
 
     def parents(self, space: int) -> list[tuple[int, Tensor]]:
         """The spaces of the blocks that a space lies in, outermost first, with index tables into
@@ -214,8 +205,9 @@ def group(
     ]
     known = Known.learn(ledger, last, leaving)
     component = components(ledger, last)
+    turn, shape = occurrences(ledger, last, known, component)
     held_labels = np.array(sorted(held), np.int64)
-    nesting = _nest(ledger, last, known, component, held_labels)
+    nesting = _nest(ledger, last, known, component, held_labels, shape)
     vertex = nesting.vertex[component]
     n = len(nesting.kind)
 
@@ -235,11 +227,72 @@ def group(
     free[vertex[0]] = False
     free &= ~nesting.overlapping
     free &= np.bincount(nesting.cell)[nesting.cell] > 1
-    return _number(last, vertex, nesting, first, free, inside, tuple(crossing))
+    rank = _rank(nesting, first)
+    return _number(last, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
 
 
-def _nest(ledger: Ledger, last: int, known: Known, component: Ints, held: Ints) -> Nesting:
-    colour = np.zeros(int(component.max()) + 1, np.uint64)
+def _rank(nesting: Nesting, first: Ints) -> Ints:
+    """The order of vertices by class, by their ancestors, then by first label, so that two blocks
+    list what is inside them in the same order."""
+    order = np.lexsort((first[nesting.ancestor], nesting.kind[nesting.ancestor], nesting.child))
+    child, ancestor = nesting.child[order], nesting.ancestor[order]
+    generation = np.arange(len(child)) - np.searchsorted(child, child)
+    keys = [first]
+    for g in range(int(generation.max(initial=-1)), -1, -1):
+        key = np.zeros(len(first), np.int64)
+        key[child[generation == g]] = first[ancestor[generation == g]]
+        keys.append(key)
+    rank = np.empty(len(first), np.int64)
+    rank[np.lexsort((*keys, nesting.kind))] = np.arange(len(first))
+    return rank
+
+
+def occurrences(ledger: Ledger, last: int, known: Known, component: Ints) -> tuple[Ints, Hashes]:
+    """The order of the labels of a feature on one axis, and what is to be alike in it.
+
+    Labels are told apart by colour. Those of one feature with the same axis and colour are tied in
+    a way of their own (a cycle, for y * y.roll(1)): they are numbered by walking along the edges,
+    and the numbered edges are part of what features must have in common.
+
+    Returns (labels,) int64 and a hash for every component.
+    """
+    shape = np.zeros(int(component.max()) + 1, np.uint64)
+    turn = np.zeros(ledger.size, np.int64)
+    real = np.flatnonzero(known.axis >= 0)
+    key = np.stack([component[real], known.axis[real], known.colour[real].view(np.int64)])
+    order = np.lexsort(key)
+    turn[real[order]] = 1 + np.arange(len(real))  # by colour, then by label
+    equal = (np.diff(key[:, order], axis=1) == 0).all(0)
+    unclear = set(component[real[order[1:][equal]]].tolist())
+    if not unclear:
+        return turn, shape
+    walks: dict[int, dict[int, list[tuple[int, int]]]] = {c: {} for c in unclear}
+    for e in ledger.edges:
+        if e.node <= last:
+            for i in np.flatnonzero(np.isin(component[e.a], [*unclear])).tolist():
+                a, b = int(e.a[i]), int(e.b[i])
+                steps = walks[int(component[a])]
+                steps.setdefault(a, []).append((2 * e.node, b))
+                steps.setdefault(b, []).append((2 * e.node + 1, a))
+    for c, steps in walks.items():
+        queue = [min(steps, key=lambda label: (known.axis[label], int(known.colour[label]), label))]
+        seen = {queue[0]: 0}
+        for a in queue:
+            for _, b in sorted(steps[a], key=lambda s: (s[0], known.axis[s[1]], s[1])):
+                if b not in seen:
+                    seen[b] = len(seen)
+                    queue.append(b)
+        edges = [(seen[a], kind, seen[b]) for a, found in steps.items() for kind, b in found]
+        shape[c] = mix(np.array([hash(tuple(sorted(edges)))]))[0]
+        for label, number in seen.items():
+            turn[label] = number
+    return turn, shape
+
+
+def _nest(
+    ledger: Ledger, last: int, known: Known, component: Ints, held: Ints, shape: Hashes
+) -> Nesting:
+    colour = shape.copy()
     lies_on = mix(mix(known.axis).view(np.int64) ^ 1)
     lies_on[known.axis < 0] = 0
     np.add.at(colour, component, lies_on + known.colour)
@@ -264,8 +317,10 @@ def _nest(ledger: Ledger, last: int, known: Known, component: Ints, held: Ints) 
 def _number(
     last: int,
     vertex: Ints,
+    turn: Ints,
     nesting: Nesting,
     first: Ints,
+    rank: Ints,
     free: Flags,
     inside: Flags,
     crossing: tuple[int, ...],
@@ -299,6 +354,7 @@ def _number(
     child, parent = child[order], parent[order]
     starts = np.searchsorted(child, np.arange(n + 1))
     return Grouping(
-        last, vertex, nesting.kind, first, space, member, starts, space[parent], member[parent],
+        last, vertex, turn, nesting.kind, rank,
+        space, member, starts, space[parent], member[parent],
         tuple(sizes), tuple(blocks), tuple(of_blocks), nesting.overlapping, crossing,
     )  # fmt: skip

@@ -139,6 +139,8 @@ def positions(shape: Sequence[int], dims: Iterable[int] | None = None) -> tuple[
 def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
     """A fixed slot seen along `keep` only: equal where all that varies along the rest is equal."""
     kept = sorted(set(keep))
+    if set(kept) >= support(fixed) or not kept:
+        return fixed if kept else torch.zeros([1] * fixed.ndim, dtype=torch.int64)
     rest = [d for d in range(fixed.ndim) if d not in kept]
     flat = fixed.permute([*kept, *rest]).reshape([fixed.shape[d] for d in kept] + [-1]).numpy()
     with np.errstate(over="ignore"):

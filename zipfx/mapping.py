@@ -30,7 +30,7 @@ def find_spaces(
     tied: set[int] = set()
     for axis in ledger.axes:
         labels = np.arange(axis.start, axis.stop)
-        for s, index in grouping.tables(labels, tie=known.colour[labels].view(np.int64)):
+        for s, index in grouping.tables(labels):
             run = axis.start + index.numpy()
             consumed, produced = known.consumed[run], known.produced[run]
             if (consumed & produced).any():
@@ -40,7 +40,10 @@ def find_spaces(
                 if produced.all()
                 else (Role.CONSUMES if consumed.all() else Role.ELEMENTWISE)
             )
-            implied = axis.by >= 0 and _moves_parts(index // axis.size, grouping.blocks[s])
+            implied = axis.by >= 0 and (
+                _moves_parts(index // axis.size, grouping.blocks[s])
+                or any((a.parameter, a.dim) == (axis.name, axis.dim) for a in axes.get(s, ()))
+            )
             found = Axis(axis.name, axis.dim, role, index, axis.by, axis.parts, implied)
             axes.setdefault(s, []).append(found)
     for ids, node in ledger.bilinear:

@@ -45,11 +45,12 @@ def contract(
                         ledger.colour(*broadcast(f, seen))
     _note_reading(ledger, left, right, k)
     slots = _product(ledger, left, right)
-    kept = [ledger.block(s, {k}) if k in support(s) else s for s in slots]
+    blocks = [ledger.block(s, {k}) for s in slots if k in support(s) and support(s) - {k}]
+    others = [s for s in slots if k not in support(s)]
     shape[k] = 1
     return Labels(
         tuple(shape),
-        combine(ledger, [s for s in kept if support(s)]),
+        combine(ledger, others, blocks),
         tuple(_without(s, k) for lab in framed for s in lab.fixed if support(s) - {k}),
         max(x.kind, w.kind),
     )

@@ -55,13 +55,17 @@ def _tell_operands_apart(
 ) -> dict[frozenset[int], dict[int, Tensor]]:
     """Joined tensors differ from one another along the axis of joining (cat, stack, ...).
 
-    Where an operand has features there, they say so; a uniform constant is told by its value.
+    Where an operand has features there that no other has, they say so; a uniform constant is told
+    by its value.
     """
     dim = call.arg("dim", 0) % max(1, first(call.result).ndim)
     names: dict[int, Tensor] = {}
+    ids = [{i for s in lab.features for i in torch.unique(s).tolist()} - {0} for _, lab in moved]
     for i, (t, lab) in enumerate(moved):
-        varies = any(dim in support(s) for s in (*lab.features, *lab.fixed))
-        if varies and call.op is not aten.stack.default:
+        told = any(dim in support(s) for s in lab.features) and not any(
+            ids[i] & other for j, other in enumerate(ids) if j != i
+        )
+        if told and call.op is not aten.stack.default:
             continue
         if lab.kind == Kind.CONSTANT and t.numel() and not lab.fixed:
             value = float(t.reshape(-1)[0])

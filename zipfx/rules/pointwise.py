@@ -44,11 +44,13 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     return Labels(tuple(shape), slots, tuple(fixed), kind)
 
 
-def combine(ledger: Ledger, slots: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The slots of one tensor, related to one another; those that say nothing new are dropped."""
-    kept: list[tuple[Tensor, Kind]] = []
-    for slot in slots:
-        kept = meet(ledger, kept, [slot], Kind.DATA)
+def combine(
+    ledger: Ledger, slots: Sequence[Tensor], blocks: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The slots of one tensor and new blocks among them; those that say nothing new are dropped."""
+    kept = [(slot, Kind.DATA) for slot in slots]
+    for block in blocks:
+        kept = meet(ledger, kept, [block], Kind.DATA)
     return tuple(slot for slot, _ in kept)
 
 

@@ -10,7 +10,7 @@ import torch
 from zipfx.labels import Kind, Labels, broadcast, place, positions, project, support, vector
 from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.contraction import add_bias, contract, note_reading, produce
+from zipfx.rules.contraction import add_bias, contract, note_reading, produce, without
 
 
 @rule(
@@ -24,7 +24,10 @@ def _convolution(call: Call) -> Labels:
     shape = tuple(call.result.shape)
     kernel = set(range(2, ndim))
     _pin_kernel(ledger, w, kernel)
-    x = slide(ledger, x, kernel)
+    slides = {d for d in kernel if not _still(call, d - 2, w.shape[d])}
+    x = slide(ledger, x, slides)
+    left = tuple(project(s, support(s) - slides) for s in x.fixed if support(s) - slides)
+    x = replace(x, fixed=left)
     product = (
         _whole(ledger, x, w, transposed)
         if groups == 1
@@ -34,7 +37,7 @@ def _convolution(call: Call) -> Labels:
         reason = "a grouped convolution with weights or channels of several axes"
         ledger.pin([*x.features, *w.features], reason)
         product = Labels(x.shape, (), positions(shape, [1]), max(x.kind, w.kind))
-    pixels = positions(shape, [d for d in kernel if shape[d] > 1])
+    pixels = positions(shape, slides)
     product = replace(product, shape=shape, fixed=(*product.fixed, *pixels))
     bias = call.arg("bias")
     if bias is None:
@@ -47,6 +50,15 @@ def _convolution(call: Call) -> Labels:
     return add_bias(ledger, product, b)
 
 
+def _still(call: Call, i: int, width: int) -> bool:
+    """Whether a convolution leaves positions along its dimension i alone."""
+    step, pad, apart = (
+        (list(call.arg(n)) * (i + 1))[i] if call.arg(n) is not None else default
+        for n, default in (("stride", 1), ("padding", 0), ("output_padding", 0))
+    )
+    return width == 1 and step == 1 and pad == 0 and apart == 0
+
+
 def _flat(lab: Labels) -> Labels:
     """Seen along the first two dimensions only."""
     features = tuple(s.flatten(1) for s in lab.features if not support(s) - {0, 1})
@@ -57,13 +69,9 @@ def _flat(lab: Labels) -> Labels:
 def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
     """Every input channel meets every output channel: a linear map at every position."""
     out, into = (1, 0) if transposed else (0, 1)
-    frame = {0: 0, 1: 2}, {out: 1, into: 2}
-    product = contract(ledger, _flat(x), _flat(w), frame, 2)
-    features, fixed = (
-        tuple(place(s, {0: 0, 1: 1}, len(x.shape)) for s in slots)
-        for slots in (product.features, product.fixed)
-    )
-    return Labels(x.shape, features, fixed, product.kind)
+    k = len(x.shape)  # the frame is (n, out, positions ..., in)
+    frame = {d: k if d == 1 else d for d in range(k)}, {out: 1, into: k}
+    return without(contract(ledger, x, _flat(w), frame, k), k, x.shape)
 
 
 def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels | None:
@@ -106,16 +114,28 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
         place(made.reshape(-1), {0: 1}, ndim),
     )
     fixed = (
-        *(s for s in x.fixed if support(s) == {0}),
+        *(project(s, support(s) - {1}) for s in x.fixed if support(s) - {1}),
         *(place(s, {0: 1}, ndim) for s in flat.fixed if not transposed and support(s) == {0}),
     )
     return Labels(x.shape, features, fixed, max(x.kind, w.kind))
 
 
 def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
-    """An operation that sees neighbours along `spatial`: features along it move as wholes."""
+    """An operation that sees neighbours along `spatial`: features along it move as wholes.
+
+    Where they are only missing at some positions (zero padding) they do not lie along it.
+    """
     reason = "an operation slides along a feature axis: blocks keep their inner order"
-    slots = (ledger.collapse(s, spatial, reason) if support(s) & spatial else s for s in x.features)
+    slots = []
+    for s in x.features:
+        if support(s) & spatial:
+            whole = s.amax(sorted(support(s) & spatial), keepdim=True)
+            s = (
+                whole
+                if bool(((s == whole) | (s == 0)).all())
+                else ledger.collapse(s, spatial, reason)
+            )
+        slots.append(s)
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
@@ -159,10 +179,11 @@ def _pool(call: Call) -> Any:
     x = slide(call.ledger, x, spatial)
     shape = tuple(first(call.result).shape)
     keep = {d: d for d in range(ndim) if d not in spatial}
+    pixels = positions(shape, spatial)
     y = Labels(
         shape,
         tuple(carried(x.features, keep, ndim)),
-        (*carried(x.fixed, keep, ndim), *positions(shape, spatial)),
+        (*(project(s, support(s) - spatial) for s in x.fixed if support(s) - spatial), *pixels),
         x.kind,
     )
     return (y,) * len(call.result) if isinstance(call.result, tuple) else y

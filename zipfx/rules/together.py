@@ -46,10 +46,12 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
 
     Returns what is left after a reduction over `dims`: the blocks, and features that lie elsewhere.
     """
-    if any(support(slot) & dims for slot in x.features):
+    taken = [slot for slot in x.features if support(slot) & dims]
+    if taken:
         ledger.trait("mixes")
-    slots = [ledger.block(slot, dims) if support(slot) & dims else slot for slot in x.features]
-    return replace(x, features=combine(ledger, [s for s in slots if support(s)]))
+    blocks = [ledger.block(slot, dims) for slot in taken if support(slot) - dims]
+    others = [slot for slot in x.features if not support(slot) & dims]
+    return replace(x, features=combine(ledger, others, blocks))
 
 
 @rule(
