@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -263,13 +263,14 @@ def occurrences(ledger: Ledger, last: int, known: Known, component: Ints) -> tup
     order = np.lexsort(key)
     turn[real[order]] = 1 + np.arange(len(real))  # by colour, then by label
     equal = (np.diff(key[:, order], axis=1) == 0).all(0)
-    unclear = set(component[real[order[1:][equal]]].tolist())
-    if not unclear:
-        return turn, shape
-    walks: dict[int, dict[int, list[tuple[int, int]]]] = {c: {} for c in unclear}
-    for e in ledger.edges:
+    unclear = np.zeros(len(shape), bool)
+    unclear[component[real[order[1:][equal]]]] = True
+    walks: dict[int, dict[int, list[tuple[int, int]]]] = {
+        c: {} for c in np.flatnonzero(unclear).tolist()
+    }
+    for e in ledger.edges if walks else ():
         if e.node <= last:
-            for i in np.flatnonzero(np.isin(component[e.a], [*unclear])).tolist():
+            for i in np.flatnonzero(unclear[component[e.a]]).tolist():
                 a, b = int(e.a[i]), int(e.b[i])
                 steps = walks[int(component[a])]
                 steps.setdefault(a, []).append((2 * e.node, b))
@@ -299,9 +300,8 @@ def _nest(
     colour[component[held]] += mix(1)
     members = [m for m in ledger.members if m.node <= last]
     empty = [np.zeros(0, np.int64)]
-    a, b, times = (
-        np.concatenate([getattr(m, name) for m in members] or empty) for name in ("a", "b", "times")
-    )
+    a, b = (np.concatenate([getattr(m, name) for m in members] or empty) for name in ("a", "b"))
+    role = np.concatenate([m.role for m in members] or [np.zeros(0, np.uint64)])
     used = np.zeros(ledger.size, bool)
     for ids in (*(e.a for e in ledger.edges), *(e.b for e in ledger.edges), a, b):
         used[ids] = True
@@ -310,8 +310,20 @@ def _nest(
         if axis.by >= 0 and used[whole].any():
             a = np.concatenate([a, np.arange(axis.start, axis.stop)])
             b = np.concatenate([b, np.tile(whole, axis.parts)])
-            times = np.concatenate([times, np.ones(axis.stop - axis.start, np.int64)])
-    return nest(colour, component[a], component[b], times)
+            role = np.concatenate([role, np.full(axis.stop - axis.start, mix(2), np.uint64)])
+    # a block that became one with others stays a vertex of its own below them: what belongs to it
+    # need not be like what belongs to the others
+    blocks = np.unique(b)
+    blocks = blocks[(np.bincount(component)[component[blocks]] > 1) & (known.axis[blocks] < 0)]
+    below = component.copy()
+    below[blocks] = len(colour) + np.arange(len(blocks))
+    found = nest(
+        np.concatenate([colour, known.colour[blocks] + mix(3)]),
+        np.concatenate([component[a], below[blocks]]),
+        np.concatenate([below[b], component[blocks]]),
+        np.concatenate([role, np.full(len(blocks), mix(4), np.uint64)]),
+    )
+    return replace(found, vertex=found.vertex[: len(colour)])
 
 
 def _number(

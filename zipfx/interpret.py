@@ -36,7 +36,7 @@ from zipfx.rules import (
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
 from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, named_tensors
-from zipfx.untouched import Untouched, declared
+from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}
@@ -225,8 +225,9 @@ class _Mode(TorchDispatchMode):
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: nn.Module, graph: fx.Graph, mode: _Mode) -> None:
+    def __init__(self, module: nn.Module, graph: fx.Graph, mode: _Mode, guard: Guard) -> None:
         super().__init__(module, graph=graph)
+        self.guard = guard
         self.mode = mode
         self.facts: list[NodeFacts] = []
         self.at: dict[fx.Node, int] = {}
@@ -238,7 +239,7 @@ class _Interpreter(fx.Interpreter):
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         mode.begin(Weights(leaf, args))
-        with decomposed(leaf), mode:  # only here: label arithmetic is not to be interpreted
+        with decomposed(leaf), mode, self.guard:  # only here: label arithmetic is no part of it
             value = super().run_node(n)
         leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
@@ -313,9 +314,11 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
                 learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1 - i)
-        interpreter = _Interpreter(twin, module.graph, mode)
-        with Untouched(named.values()):
+        interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))
+        try:
             interpreter.run(*clone_tensors(tuple(inputs)))
+        finally:
+            interpreter.guard.restore()
     notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
     return Facts(ledger, nodes, tuple(notes), tuple(named), again)

@@ -41,7 +41,7 @@ class Colour:
 
 @dataclass(frozen=True)
 class Member:
-    """Feature a[i] belongs to block b[i], `times[i]` times over.
+    """Feature a[i] belongs to block b[i], in a way of its own (role[i]).
 
     A block is whatever can only be exchanged as a whole: the features of an attention head, of a
     convolution group, of a norm group. It is a label like any other.
@@ -49,7 +49,7 @@ class Member:
 
     a: Ints
     b: Ints
-    times: Ints
+    role: Hashes
     node: int
 
 
@@ -184,7 +184,7 @@ class Ledger:
         if not same.all():
             # the finer label has one partner, the coarser many; where both have many, either way
             fine = np.where(few_x, x, y)[~same], np.where(few_x, y, x)[~same]
-            self.members.append(Member(*fine, np.ones(len(fine[0]), np.int64), self.node))
+            self._belongs(*fine, np.ones(len(fine[0]), np.int64))
         if a.shape == b.shape and same.all():
             return (torch.where(a > 0, a, b),)
         if few_x.all() and bool(((u > 0) | (v <= 0)).all()):
@@ -198,6 +198,12 @@ class Ledger:
         if id(slot) not in self._unique:
             self._unique[id(slot)] = slot, torch.unique(slot)  # keeps it alive: ids stay unique
         return self._unique[id(slot)][1]
+
+    def ids(self, slots: Sequence[Tensor]) -> Tensor:
+        """The labels of several slots, each once."""
+        found = [self._ids(slot) for slot in slots] or [torch.zeros(0, dtype=torch.int64)]
+        ids: Tensor = torch.unique(torch.cat(found))
+        return ids[ids > 0]
 
     def _distinct(self, slot: Tensor) -> bool:
         ids = self._ids(slot)
@@ -232,6 +238,10 @@ class Ledger:
             self._blocks[key] = slot, self._new_blocks(slot, rest)
         return self._blocks[key][1]
 
+    def _belongs(self, a: Ints, b: Ints, times: Ints) -> None:
+        salt = mix(len(self.members) + 3).view(np.int64)
+        self.members.append(Member(a, b, mix(times ^ salt), self.node))
+
     def _new_blocks(self, slot: Tensor, rest: list[int]) -> Tensor:
         shape = [n if d in rest else 1 for d, n in enumerate(slot.shape)]
         rows = slot.permute([*rest, *(d for d in range(slot.ndim) if d not in rest)])
@@ -246,7 +256,7 @@ class Ledger:
         ids = np.where((flat > 0).any(-1), ids, 0)
         codes = (flat * np.int64(self.size) + ids[:, None])[(flat > 0) & (ids > 0)[:, None]]
         codes, times = np.unique(codes, return_counts=True)
-        self.members.append(Member(codes // self.size, codes % self.size, times, self.node))
+        self._belongs(codes // self.size, codes % self.size, times)
         return narrow(torch.from_numpy(ids[row]).reshape(shape))
 
     def colour(self, features: Tensor, values: Hashes | Tensor, reason: str = "") -> None:

@@ -43,34 +43,42 @@ class Nesting:
     overlapping: Flags
 
 
-def nest(colour: Hashes, a: Ints, b: Ints, times: Ints) -> Nesting:
-    """Find what may be exchanged; colour: (n,) of each vertex, a, b, times: (m,) the pairs.
+def nest(colour: Hashes, a: Ints, b: Ints, role: Hashes) -> Nesting:
+    """Find what may be exchanged.
+
+    Args:
+        colour: (n,) of each vertex.
+        a, b: (m,) a[i] belongs to b[i].
+        role: (m,) in which way; only pairs of one role are compared with one another.
 
     >>> heads = np.array([8, 8, 8, 9, 9, 9])  # two blocks, numbers 8 and 9, of three features
     >>> colour = np.array([1] * 6 + [2, 2, 3, 3], dtype=np.uint64)
-    >>> found = nest(colour, np.arange(6), heads, np.ones(6, dtype=np.int64))
+    >>> found = nest(colour, np.arange(6), heads, np.ones(6, dtype=np.uint64))
     >>> found.cell[:6] == found.cell[0], found.cell[8] == found.cell[9]
     (array([ True,  True,  True, False, False, False]), np.True_)
     """
-    state = _State(colour.copy(), a, b, times)
+    state = _State(colour.copy(), a, b, role)
     for _ in range(_ROUNDS):
         parents = state.step()
         if parents is not None:
             return state.result(*parents)
     state.hold(np.unique([state.a, state.b]))
-    state.a = state.b = state.times = np.zeros(0, np.int64)
-    none = np.zeros(0, np.int64)
-    return state.result(none, none)
+    state.a = state.b = np.zeros(0, np.int64)
+    state.role = np.zeros(0, np.uint64)
+    return state.result(state.a, state.b, state.role)
+
+
+_DERIVED, _ADOPTED = np.uint64(1), np.uint64(2)
 
 
 class _State:
-    def __init__(self, colour: Hashes, a: Ints, b: Ints, times: Ints) -> None:
+    def __init__(self, colour: Hashes, a: Ints, b: Ints, role: Hashes) -> None:
         self.colour = colour
         self.vertex = np.arange(len(colour))
         self.overlapping = np.zeros(len(colour), bool)
         self.settled = np.zeros(0, np.int64)  # pairs that a common parent stands for
         self.kind = np.zeros(0, np.int64)
-        self.a, self.b, self.times = a, b, times
+        self.a, self.b, self.role = a, b, role
 
     def code(self, a: Ints, b: Ints) -> Ints:
         """Pairs in either order as one number."""
@@ -79,20 +87,31 @@ class _State:
         return found
 
     def tidy(self) -> None:
-        """Every pair once, none with itself."""
-        keep = self.a != self.b
-        a, b, times = self.a[keep], self.b[keep], self.times[keep]
-        _, first = np.unique((a << 32) | b, return_index=True)
-        self.a, self.b, self.times = a[first], b[first], times[first]
+        """Every pair once in each role, none with itself."""
+        order = np.lexsort((self.role, self.b, self.a))
+        order = order[self.a[order] != self.b[order]]
+        a, b, role = self.a[order], self.b[order], self.role[order]
+        new = np.ones(len(a), bool)
+        new[1:] = (np.diff(a) != 0) | (np.diff(b) != 0) | (role[1:] != role[:-1])
+        self.a, self.b, self.role = a[new], b[new], role[new]
 
     def hold(self, vertices: Ints) -> None:
         """These overlap: no two of them are alike."""
         self.overlapping[vertices] = True
         self.colour[vertices] += mix(mix(vertices).view(np.int64))
 
+    def add(self, a: Ints, b: Ints, role: np.uint64) -> None:
+        self.a, self.b = np.concatenate([self.a, a]), np.concatenate([self.b, b])
+        self.role = np.concatenate([self.role, np.full(a.shape, role)])
+
     def join(self, a: Ints, b: Ints) -> None:
-        """Make each a[i] and b[i] one vertex."""
+        """Make each a[i] and b[i] one vertex; pairs remember which of the two they were with."""
         n = len(self.colour)
+        joined = np.zeros(n, bool)
+        joined[a] = joined[b] = True
+        for end, salt in ((self.a, 1), (self.b, 2)):
+            told = mix(self.role.view(np.int64) ^ mix(3 * self.kind[end] + salt).view(np.int64))
+            self.role = np.where(joined[end], told, self.role)
         graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
         new = connected_components(graph, directed=False)[1].astype(np.int64)
         colour, overlapping = np.zeros(new.max() + 1, np.uint64), np.zeros(new.max() + 1, bool)
@@ -108,32 +127,33 @@ class _State:
         kind = np.unique(self.colour, return_inverse=True)[1].astype(np.int64)
         met, where = np.unique(np.concatenate([self.a, self.b]), return_inverse=True)
         a, b = where[: len(self.a)], where[len(self.a) :]
+        up, down = mix(self.role.view(np.int64)), mix(~self.role.view(np.int64))
         count = 0
         mine = kind[met]
         while len(met) and (now := int(np.unique(mine).size)) > count:
             count = now
             h, seen = mix(mine), np.zeros(len(met), np.uint64)
-            np.add.at(seen, a, mix(h[b].view(np.int64) ^ (2 * self.times)))
-            np.add.at(seen, b, mix(h[a].view(np.int64) ^ (2 * self.times + 1)))
+            np.add.at(seen, a, mix((h[b] ^ up).view(np.int64)))
+            np.add.at(seen, b, mix((h[a] ^ down).view(np.int64)))
             mine = np.unique(h + mix(seen.view(np.int64)), return_inverse=True)[1]
         kind[met] = kind.max(initial=0) + 1 + mine
         return np.unique(kind, return_inverse=True)[1].astype(np.int64)
 
-    def step(self) -> tuple[Ints, Ints] | None:
-        """One round; (children, parents) when nothing is left to do."""
+    def step(self) -> tuple[Ints, Ints, Hashes] | None:
+        """One round; (children, parents, roles) when nothing is left to do."""
         self.tidy()
         self.kind = kind = self.refine()
-        swap = kind[self.a] + (self.a > self.b) * 0.5 > kind[self.b]
-        a, b = np.where(swap, self.b, self.a), np.where(swap, self.a, self.b)
-        codes = np.unique((a << 32) | b)  # some pairs were seen in either order
-        a, b = codes >> 32, codes & 0xFFFFFFFF
-        relation = np.unique((kind[a] << 32) | kind[b], return_inverse=True)[1]
+        a, b = self.a, self.b
+        order = np.lexsort((self.role, kind[b], kind[a]))
+        new = np.zeros(len(a), np.int64)
+        for key in (self.role, kind[b], kind[a]):
+            new[1:] |= key[order][1:] != key[order][:-1]
+        relation = np.empty(len(a), np.int64)
+        relation[order] = np.cumsum(new)
         part, p, q, full, alone = _parts(relation, a, b)
         same = kind[a] == kind[b]
-        bad = ~full[part] | (same & ~((p == 1) & (q == 1))[part])
-        bad = np.isin(relation, relation[bad])
-        if bad.any():
-            self.hold(np.unique([a[bad], b[bad]]))
+        if (bad := ~full[part]).any() or same.any():
+            self.hold(np.unique(np.concatenate([b[bad], a[same], b[same]])))
             return None
         p, q, counts = p[part], q[part], ~alone[relation]
         if (one := counts & (p == 1) & (q == 1)).any():
@@ -145,13 +165,14 @@ class _State:
         up, down = counts & (q == 1), counts & (p == 1)
         child = np.concatenate([a[up], b[down]])
         parent = np.concatenate([b[up], a[down]])
-        return None if self.derive(child, parent) or self.uneven(child, parent) else (child, parent)
+        role = np.concatenate([self.role[up], ~self.role[down]])
+        if self.derive(child, parent, role) or self.uneven(child, parent, role):
+            return None
+        return child, parent, role
 
     def adopt(self, a: Ints, b: Ints, part: Ints, relation: Ints) -> None:
         """A new vertex becomes the parent of every part, in place of its pairs."""
         parts, new = np.unique(part, return_inverse=True)
-        of = np.zeros(len(parts), np.int64)
-        of[new] = relation
         # alike for all parts of a relation, whatever the order of relations
         colour = np.zeros(len(parts), np.uint64)
         colour[new] = mix(mix(mix(self.kind[a]).view(np.int64) ^ self.kind[b]).view(np.int64))
@@ -161,32 +182,42 @@ class _State:
         gone = self.code(a, b)
         self.settled = np.union1d(self.settled, gone)
         keep = ~np.isin(self.code(self.a, self.b), gone)
-        self.a = np.concatenate([self.a[keep], a, b])
-        self.b = np.concatenate([self.b[keep], first + new, first + new])
-        self.times = np.concatenate([self.times[keep], np.ones(2 * len(a), np.int64)])
+        self.a, self.b, self.role = self.a[keep], self.b[keep], self.role[keep]
+        self.add(a, first + new, _ADOPTED)
+        self.add(b, first + new, _ADOPTED)
 
-    def derive(self, child: Ints, parent: Ints) -> bool:
-        """Two parents of one child meet each other; whether that is news."""
-        order = np.lexsort((parent, child))
-        child, parent = child[order], parent[order]
+    def derive(self, child: Ints, parent: Ints, role: Hashes) -> bool:
+        """Two parents of one child meet each other; whether that is news.
+
+        Two of one class can not both be followed when they are exchanged: they are held.
+        """
+        order = np.lexsort((role, child))
+        child, parent, role = child[order], parent[order], role[order]
         found = []
         for step in range(1, int(np.bincount(child).max(initial=0))):
             same = np.flatnonzero(child[step:] == child[:-step])
-            found.append(self.code(parent[same], parent[same + step]))
+            found.append(np.stack([parent[same], parent[same + step]]))
         if not found:
             return False
-        codes = np.unique(np.concatenate(found))
+        one, other = np.concatenate(found, axis=1)
+        apart = one != other
+        one, other = one[apart], other[apart]
+        alike = self.kind[one] == self.kind[other]
+        if alike.any():
+            self.hold(np.unique([one[alike], other[alike]]))
+            return True
+        swap = self.kind[one] > self.kind[other]
+        low, high = np.where(swap, other, one), np.where(swap, one, other)
+        codes = np.unique((low << 32) | high)
+        low, high = codes >> 32, codes & 0xFFFFFFFF
         known = np.concatenate([self.code(self.a, self.b), self.settled])
-        codes = codes[~np.isin(codes, known)]
-        codes = codes[(codes >> 32) != (codes & 0xFFFFFFFF)]
-        self.a = np.concatenate([self.a, codes >> 32])
-        self.b = np.concatenate([self.b, codes & 0xFFFFFFFF])
-        self.times = np.concatenate([self.times, np.ones(len(codes), np.int64)])
-        return len(codes) > 0
+        news = ~np.isin(self.code(low, high), known)
+        self.add(low[news], high[news], _DERIVED)
+        return bool(news.any())
 
-    def uneven(self, child: Ints, parent: Ints) -> bool:
+    def uneven(self, child: Ints, parent: Ints, role: Hashes) -> bool:
         """Cells of one class must be alike in size; those that are not are held."""
-        cell = self.cells(child, parent)
+        cell = self.cells(child, parent, role)
         size = np.bincount(cell)[cell]
         low, high = np.full(self.kind.max() + 1, len(size)), np.zeros(self.kind.max() + 1, np.int64)
         np.minimum.at(low, self.kind, size)
@@ -196,17 +227,18 @@ class _State:
             self.hold(np.flatnonzero(bad))
         return bool(bad.any())
 
-    def cells(self, child: Ints, parent: Ints) -> Ints:
+    def cells(self, child: Ints, parent: Ints, role: Hashes) -> Ints:
         """Vertices of one class with the same parents."""
         parents = np.zeros(len(self.colour), np.uint64)
-        np.add.at(parents, child, mix(mix(parent).view(np.int64)))
+        np.add.at(parents, child, mix((mix(parent) ^ role).view(np.int64)))
         h = mix(mix(self.kind).view(np.int64) ^ parents.view(np.int64))
         return np.unique(h, return_inverse=True)[1].astype(np.int64)
 
-    def result(self, child: Ints, parent: Ints) -> Nesting:
+    def result(self, child: Ints, parent: Ints, role: Hashes) -> Nesting:
         n = len(self.colour)
         kind = self.kind if len(self.kind) == n else self.refine()
         self.kind = kind
+        cell = self.cells(child, parent, role)
         pairs = np.unique((child << 32) | parent)
         child, parent = pairs >> 32, pairs & 0xFFFFFFFF
         up = csr_array((np.ones(len(child), bool), (child, parent)), shape=(n, n))
@@ -217,7 +249,7 @@ class _State:
         return Nesting(
             self.vertex,
             kind,
-            self.cells(child, parent),
+            cell,
             found.coords[0].astype(np.int64),
             found.coords[1].astype(np.int64),
             self.overlapping,

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError, first_line
 from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
-from zipfx.untouched import Untouched
+from zipfx.untouched import untouched
 
 _HOOKS = (
     "_forward_hooks",
@@ -156,7 +156,7 @@ def _run(module: nn.Module, inputs: Sequence[Any]) -> Any:
         if isinstance(module, fx.GraphModule)
         else copy.deepcopy(module, _views(module))
     )
-    with Untouched([*module.parameters(), *module.buffers()]):
+    with untouched([*module.parameters(), *module.buffers()]):
         return forward(*clone_tensors(tuple(inputs)))
 
 
@@ -181,7 +181,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
     aware = tracer if isinstance(tracer, ExampleTracer) else None
     root = copy.deepcopy(twin, _views(twin)) if aware else twin
     try:
-        with Untouched([*root.parameters(), *root.buffers()] if aware else []):  # forward runs
+        with untouched([*root.parameters(), *root.buffers()] if aware else []):  # forward runs
             graph = tracer.trace(root)
     except ZipError:
         raise
@@ -300,7 +300,7 @@ def _untraceable(root: nn.Module, error: Exception) -> str:
 
 
 def alias(module: nn.Module) -> nn.Module:
-    """The module tree once more, on the same memory: for running it under `Untouched`.
+    """The module tree once more, on the same memory: for running it under `untouched`.
 
     Its tensors count their own writes, so that autograd does not see those in the originals.
     """

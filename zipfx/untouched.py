@@ -6,7 +6,8 @@ memory; here a tensor is copied when it is about to be written to, and restored 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,15 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Untouched(TorchDispatchMode):
+@contextmanager
+def untouched(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Undo at exit what happened to these tensors inside.
 
     >>> weight = torch.zeros(2)
-    >>> with Untouched([weight]):
+    >>> with untouched([weight]):
     ...     _ = weight.view(1, 2).add_(1)
     >>> weight
     tensor([0., 0.])
     """
+    guard = Guard(tensors)
+    try:
+        with guard:
+            yield
+    finally:
+        guard.restore()
+
+
+class Guard(TorchDispatchMode):
+    """While it is on, keeps what these tensors held before they were written to."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,8 +56,8 @@ class Untouched(TorchDispatchMode):
             whole = whole.set_(storage, 0, (storage.nbytes() // t.itemsize,), (1,))
             self._saved[storage._cdata] = whole, whole.clone()
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    def restore(self) -> None:
+        """Undo all writes."""
         with torch.no_grad():
             for whole, before in self._saved.values():
                 whole.copy_(before)
@@ -53,7 +65,7 @@ class Untouched(TorchDispatchMode):
 
 def overwritten(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an aten call may write to; of a norm all, as some say nothing of it."""
-    if "batch_norm" in str(op):
+    if "batch_norm" in op._schema.name:
         return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     return declared(op, args, kwargs)
 

@@ -60,10 +60,12 @@ def _tell_operands_apart(
     """
     dim = call.arg("dim", 0) % max(1, first(call.result).ndim)
     names: dict[int, Tensor] = {}
-    ids = [{i for s in lab.features for i in torch.unique(s).tolist()} - {0} for _, lab in moved]
+    ids = [call.ledger.ids(lab.features) for _, lab in moved]
+    seen = torch.cat(ids).unique(return_counts=True)
+    shared = seen[0][seen[1] > 1]
     for i, (t, lab) in enumerate(moved):
-        told = any(dim in support(s) for s in lab.features) and not any(
-            ids[i] & other for j, other in enumerate(ids) if j != i
+        told = any(dim in support(s) for s in lab.features) and not bool(
+            torch.isin(ids[i], shared).any()
         )
         if told and call.op is not aten.stack.default:
             continue
