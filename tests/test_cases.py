@@ -59,7 +59,11 @@ def found_spaces(model: nn.Module, spaces: Iterable[zipfx.Space]) -> list[list[C
         features: list[Counter[Element]] = [Counter() for _ in range(space.size)]
         for a in space.axes:
             length, rows = tensors[a.parameter].shape[a.dim], None
-            for feature, indices in enumerate([] if a.implied else a.index.tolist()):
+            parts = a.index // length
+            cells = parts.split(list(space.blocks)) if space.blocks else [parts]
+            moves = any(bool((cell != cell[:1]).any()) for cell in cells)  # whole parts, with rows
+            skip = a.implied or (a.by >= 0 and moves)
+            for feature, indices in enumerate([] if skip else a.index.tolist()):
                 for i in indices:
                     if a.by >= 0:
                         assert a.by == 0

@@ -53,7 +53,10 @@ class Analysis:
         chosen = [i for i, space in enumerate(self.spaces) if space.name in names]
         of = self.grouping.space[self.grouping.vertex]
         held = dict.fromkeys(np.flatnonzero(np.isin(of, chosen)).tolist(), reason)
-        return replace(self, held={**self.held, **held})._regroup(self.grouping.last)
+        size = {s.name: s.size for s in self.spaces}
+        note = tuple(f"space {name!r} ({size[name]} features): {reason}" for name in sorted(names))
+        facts = replace(self.facts, notes=(*self.facts.notes, *note))
+        return replace(self, facts=facts, held={**self.held, **held})._regroup(self.grouping.last)
 
     def _regroup(self, last: int) -> Analysis:
         grouping = group(self.facts, last, self.held, self.crossing)

@@ -83,7 +83,8 @@ def plan(
     for space in spaces:
         for axis in space.axes:
             key = axis.parameter, axis.dim, -axis.parts  # parts of the rows before the rows move
-            found.setdefault(key, []).append((axis, matchings[space.name]))
+            if not axis.implied:
+                found.setdefault(key, []).append((axis, matchings[space.name]))
     maps: dict[str, list[list[AxisMap]]] = {}
     for name, dim, parts in sorted(found, key=lambda key: key[2]):
         group = found[name, dim, parts]

@@ -130,6 +130,9 @@ class _Mode(TorchDispatchMode):
     def of(self, t: Tensor) -> Labels:
         labels = self.shadows.get(t)
         if labels is None:
+            base = self.shadows.base(t)
+            if base is not None:
+                self.ledger.pin(base.features, "seen through another dtype (a complex number)")
             shape = tuple(t.shape)
             if t.numel() > 1:
                 self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")

@@ -139,6 +139,11 @@ class Ledger:
         parts = parts or rows.size
         key = axis.start, rows.dim, parts
         if key not in self._parted:
+            for (start, _, _), at in self._parted.items():
+                if start == axis.start:  # in parts of another number
+                    n = next(a.stop for a in self.axes if a.start == at) - at
+                    self.pin([torch.arange(at, at + n)], "a weight is used in different parts")
+                    return None
             self._parted[key] = self.size
             self.axes.append(
                 replace(axis, start=self.size, by=rows.dim, parts=parts, base=axis.start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from torch import Tensor, fx
+from torch import fx
 
 from zipfx.group import Flags, Grouping, Known
 from zipfx.interpret import Facts
@@ -40,9 +40,8 @@ def find_spaces(
                 if produced.all()
                 else (Role.CONSUMES if consumed.all() else Role.ELEMENTWISE)
             )
-            implied = axis.by >= 0 and (
-                _moves_parts(index // axis.size, grouping.blocks[s])
-                or any((a.parameter, a.dim) == (axis.name, axis.dim) for a in axes.get(s, ()))
+            implied = axis.by >= 0 and any(
+                (a.parameter, a.dim) == (axis.name, axis.dim) for a in axes.get(s, ())
             )
             found = Axis(axis.name, axis.dim, role, index, axis.by, axis.parts, implied)
             axes.setdefault(s, []).append(found)
@@ -66,12 +65,6 @@ def find_spaces(
     )
     variances = frozenset(name for name, node in ledger.variances if node <= last)
     return SpaceMap(spaces, _pinned(ledger, known, grouping, held or {}), facts.notes, variances)
-
-
-def _moves_parts(part: Tensor, blocks: tuple[int, ...]) -> bool:
-    """Whether exchanging features inside blocks takes any to another part of the rows."""
-    cells = part.split(list(blocks)) if blocks else [part]
-    return any(bool((cell != cell[:1]).any()) for cell in cells)
 
 
 def _names(axes: list[list[Axis]], of_blocks: tuple[bool, ...]) -> list[str]:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from zipfx.errors import ZipError
 from zipfx.fuse import axis_map
+from zipfx.labels import Ints
 from zipfx.match import Identity, Matcher, Permute
 from zipfx.matrices import Matching, Pairs, joined_pairs
 from zipfx.spaces import Space
@@ -24,6 +26,8 @@ from zipfx.statistics import Statistics
 
 Matched = dict[str, tuple[Matching, Pairs]]
 Take = Callable[[str], Statistics]
+
+_CANDIDATES = 8  # blocks of another model that are compared in full with each one
 
 
 def observed(spaces: Sequence[Space]) -> list[Space]:
@@ -140,12 +144,37 @@ def _similarity(
                     :, : space.size
                 ]
                 for lo, hi in itertools.pairwise(starts):
-                    for i in range(lo, hi):
-                        rows = cross[table[i]]
-                        for j in range(lo, hi):
-                            score = rows[:, table[j]].numpy()
-                            best = score[linear_sum_assignment(score, maximize=True)].sum()
-                            total[a * n + i, b * n + j] += best * blocks.size / weight
+                    best = torch.from_numpy(_best_sums(cross.numpy(), table[lo:hi].numpy()))
+                    total[a * n + lo : a * n + hi, b * n + lo : b * n + hi] += best * n / weight
     total = torch.maximum(total, total.T)
     mean = torch.zeros(models * n, dtype=torch.float64)
     return Statistics(1, mean, total, (n,) * models, trusted=True)
+
+
+def _best_sums(cross: NDArray[np.float64], table: Ints) -> NDArray[np.float64]:
+    """Sum of the best assignment between the features of every pair of blocks, (n, n).
+
+    cross: similarity of the features of two models; table: (n, m) the features of each block.
+    Where blocks are many, it is only found for pairs that could be the best of their row or column,
+    by a bound; the others get less than they could have.
+    """
+    n, m = table.shape
+    found = np.empty((n, n))
+    for i in range(n):
+        score = cross[table[i]][:, table.reshape(-1)].reshape(m, n, m).swapaxes(0, 1)
+        if m <= 2:
+            found[i] = np.trace(score, axis1=1, axis2=2)
+            found[i] = np.maximum(found[i], np.trace(score[:, ::-1], axis1=1, axis2=2))
+        else:
+            found[i] = np.minimum(score.max(2).sum(1), score.max(1).sum(1))
+    if m <= 2:
+        return found
+    few = min(n, _CANDIDATES)
+    chosen = np.zeros((n, n), bool)
+    np.put_along_axis(chosen, np.argsort(-found, axis=1)[:, :few], True, axis=1)
+    np.put_along_axis(chosen, np.argsort(-found, axis=0)[:few], True, axis=0)
+    found -= 2 * m  # below every sum of correlations
+    for i, j in np.argwhere(chosen):
+        score = cross[np.ix_(table[i], table[j])]
+        found[i, j] = score[linear_sum_assignment(score, maximize=True)].sum()
+    return found

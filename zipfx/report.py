@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
 from zipfx.spaces import Pinned, pinned_lines
 from zipfx.table import table
-from zipfx.trace import clone_tensors
+from zipfx.trace import alias, clone_tensors
+from zipfx.untouched import untouched
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,12 @@ class Stages:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def count_flops(module: nn.Module, inputs: tuple[Any, ...]) -> int:
+def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
     """FLOPs for one sample, by torch's counter, in eval mode."""
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        counter = FlopCounterMode(display=False)
-        with counter:
-            module(*clone_tensors(inputs))
-    finally:
-        for m, mode in modes:
-            m.training = mode
+    twin = alias(module).eval().requires_grad_(False)  # torch's counter hooks into gradients
+    counter = FlopCounterMode(display=False)
+    with untouched([*twin.parameters(), *twin.buffers()]), counter:
+        fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
     return int(counter.get_total_flops()) // max(1, batch_size(inputs) or 1)
 
 

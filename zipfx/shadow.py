@@ -53,6 +53,11 @@ class Shadows:
     def knows(self, t: Tensor) -> bool:
         return self._record(t) is not None
 
+    def base(self, t: Tensor) -> Labels | None:
+        """The labels of the whole storage of `t`, as it was made."""
+        record = self._record(t)
+        return None if record is None else record.views[record.made]
+
     def owner(self, t: Tensor) -> int | None:
         """The graph node (index) that made the storage of `t`."""
         record = self._record(t)

@@ -33,7 +33,8 @@ class Axis:
 
     A grouped convolution reads other features with every part of its rows. There, with `by` the
     dimension of the rows and `parts` their number, the index part * (length of dim) + i stands for
-    index i in that part of the rows. implied: another axis does it all (whole groups of rows move).
+    index i in that part of the rows. implied: nothing
+    to do, as the features lie on `dim` as a whole too.
     """
 
     parameter: str

@@ -163,9 +163,12 @@ def _aten_linear(call: Call) -> Labels:
     )
 
 
-@rule("mv", "dot")
+@rule("mv", "dot", "vdot")
 def _mv(call: Call) -> Labels:
-    names = ("self", "vec") if "mv" in str(call.op) else ("self", "tensor")
+    names = (
+        "self",
+        "vec" if "mv" in str(call.op) else "tensor" if "aten.dot" in str(call.op) else "other",
+    )
     x, w = (call.labels(n) for n in names)
     k = len(x.shape) - 1
     product = contract(call.ledger, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)

@@ -33,7 +33,7 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     kind = max((o.kind for o in operands), default=Kind.CONSTANT)
     features: list[tuple[Tensor, Kind]] = []
     fixed: list[Tensor] = []
-    for operand in operands:
+    for operand in _parted(ledger, operands, ndim):
         aligned = {i: i + ndim - len(operand.shape) for i in range(len(operand.shape))}
         mine = [_align(slot, aligned, ndim) for slot in operand.features]
         features = meet(ledger, features, mine, operand.kind)
@@ -42,6 +42,28 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     slots = tuple(slot for slot, _ in features)
     ledger.entangle(slots, fixed)
     return Labels(tuple(shape), slots, tuple(fixed), kind)
+
+
+def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[Labels]:
+    """A weight with two axes that meets features along both has features of its own in every row
+    (the biases of stacked experts)."""
+    met = [
+        {d + ndim - len(o.shape) for d in support(s)}
+        for o in operands
+        if o.kind == Kind.DATA
+        for s in o.features
+    ]
+    result = []
+    for o in operands:
+        slots = sorted(o.features, key=lambda s: int(s.max()))
+        both = {d + ndim - len(o.shape) for s in slots for d in support(s)}
+        if o.kind == Kind.WEIGHT and len(slots) == 2 and any(both <= m for m in met):
+            own = ledger.parted(slots[1], slots[0])
+            if own is not None:
+                kept = ledger.relate(own, slots[0], weights_only=True)
+                o = replace(o, features=kept)
+        result.append(o)
+    return result
 
 
 def combine(

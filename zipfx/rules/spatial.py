@@ -106,6 +106,7 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
         if met and w.kind == Kind.WEIGHT:
             ledger.trait("elementwise")
     else:
+        ledger.trait("mixes")
         if w.kind == Kind.WEIGHT:
             note_reading(ledger, into, met)
         produce(ledger, w, x, [made])
