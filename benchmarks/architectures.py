@@ -39,28 +39,16 @@ from zipfx.table import summary
 
 SOURCES = ("torchvision", "segmentation", "timm")
 TIMM = """
-resnetv2_18 resnetv2_50d_gn resnetv2_50x1_bit resnet26t ecaresnet26t seresnext26t_32x4d
-legacy_seresnext26_32x4d skresnet18 resnest14d res2net50_14w_8s res2next50 gcresnext26ts
-regnetx_002 regnety_002 regnetz_b16 nf_resnet26 nf_regnet_b0 eca_nfnet_l0 dm_nfnet_f0
-cspresnet50 cspdarknet53 dla34 dla46x_c dpn68 densenet121 rdnet_tiny xception41 legacy_xception
-inception_v4 inception_resnet_v2 inception_next_atto selecsls42 ese_vovnet19b_slim hrnet_w18_small
-hgnetv2_b0 tresnet_m botnet26t_256 halonet26t lambda_resnet26t
-efficientnet_b0 efficientnetv2_rw_t tf_efficientnet_b0 tf_efficientnetv2_b0 mixnet_s tinynet_e
-mobilenetv2_050 mobilenetv3_small_050 mobilenetv4_conv_small mobilenetv4_hybrid_medium
-hardcorenas_a fbnetc_100 fbnetv3_b lcnet_035 rexnet_100 mobileone_s0 repvgg_a0 ghostnet_050
-ghostnetv2_100 repghostnet_050 starnet_s050 fasternet_t0 shvit_s1
-convnext_atto convnextv2_atto convmixer_768_32 poolformer_s12 poolformerv2_s12 convformer_s18
-caformer_s18 edgenext_xx_small mambaout_femto focalnet_tiny_srf
-vit_tiny_patch16_224 vit_relpos_small_patch16_224 vit_tiny_r_s16_p8_224 deit_tiny_patch16_224
-deit_tiny_distilled_patch16_224 deit3_small_patch16_224 beit_base_patch16_224
-beitv2_base_patch16_224 eva02_tiny_patch14_224 cait_xxs24_224 xcit_nano_12_p16_224 convit_tiny
-tnt_s_patch16_224 crossvit_9_240 pit_ti_224 volo_d1_224 hiera_tiny_224 mvitv2_tiny
-swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 swinv2_cr_tiny_ns_224 twins_pcpvt_small
-twins_svt_small pvt_v2_b0 coat_lite_tiny nest_tiny davit_tiny gcvit_xxtiny visformer_tiny
-levit_128s levit_conv_128s efficientformer_l1 efficientformerv2_s0 efficientvit_b0 efficientvit_m0
-mobilevit_xxs mobilevitv2_050 fastvit_t8 repvit_m0_9 swiftformer_xs tiny_vit_5m_224 nextvit_small
-coatnet_nano_rw_224 coatnet_0_224 maxvit_tiny_rw_224 maxxvit_rmlp_nano_rw_256 vitamin_small_224
-mixer_s32_224 gmixer_12_224 gmlp_ti16_224 resmlp_12_224 sequencer2d_s
+resnetv2_50d_gn resnet26t ecaresnet26t seresnext26t_32x4d skresnet18 resnest14d res2net50_14w_8s
+regnetz_b16 nf_regnet_b0 eca_nfnet_l0 cspresnet50 dla34 dpn68 rdnet_tiny xception41
+inception_resnet_v2 inception_next_atto selecsls42 ese_vovnet19b_slim hrnet_w18_small hgnetv2_b0
+tresnet_m lambda_resnet26t efficientnetv2_rw_t tf_efficientnet_b0 mixnet_s mobilenetv4_conv_small
+hardcorenas_a fbnetv3_b rexnet_100 mobileone_s0 repvgg_a0 ghostnetv2_100 starnet_s050 fasternet_t0
+convnextv2_atto convmixer_768_32 poolformer_s12 caformer_s18 edgenext_xx_small focalnet_tiny_srf
+vit_tiny_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 eva02_tiny_patch14_224
+cait_xxs24_224 xcit_nano_12_p16_224 pit_ti_224 volo_d1_224 swin_tiny_patch4_window7_224
+swinv2_cr_tiny_ns_224 twins_pcpvt_small pvt_v2_b0 coat_lite_tiny nest_tiny levit_128s
+mobilevit_xxs tiny_vit_5m_224 coatnet_nano_rw_224 mixer_s32_224
 """.split()  # one per family as far as possible, the smallest first
 SIZES = (64, 96, 128, 192, 224, 240, 256)  # pixels to try
 AUXILIARY = "+aux"  # a segmenter with its auxiliary head

@@ -101,7 +101,7 @@ def failing_spaces(
             return True
         if not noise:
             shaken = tree_map(lambda t: _shaken(t, eps), tuple(inputs))
-            noise.append(_distance(before, _run(twin, shaken, keep, last)[0]))
+            noise.append(_distance(found, _run(twin, shaken, keep, last)[0]))
         return all(_close(expected[name], found[name], 16 * noise[0]) for name in keep)
 
     def holds(names: Sequence[str], final: bool = False) -> bool:
