@@ -27,10 +27,11 @@ from laws import (
 )
 from models import Net
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import zipfx
+from zipfx.verify import cycle
 
 MERGED = 1e-10  # two merges that must be the same, to rounding (as in test_laws)
 AT_THE_ENDS = ("unlike any other", "output of the network")  # what no analysis could free
@@ -90,13 +91,8 @@ def _law_1(model: nn.Module, expected: Any, spaces: zipfx.SpaceMap, x: Any) -> f
 def moved(model: nn.Module, spaces: zipfx.SpaceMap, seed: int) -> nn.Module:
     """A copy with every space permuted at random, so that no feature stays where it is."""
     orders = spaces.random_permutations(seed)
-    return spaces.permuted(model, {name: _cycle(order) for name, order in orders.items()})
-
-
-def _cycle(order: Tensor) -> Tensor:
-    found = torch.empty_like(order)
-    found[order] = order.roll(-1)
-    return found
+    moved = {s.name: cycle(orders[s.name], s.blocks) for s in spaces}
+    return spaces.permuted(model, moved)
 
 
 def _usable(model: nn.Module, x: Any) -> Any:

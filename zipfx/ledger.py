@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.labels import Hashes, Ints, Kind, Labels, broadcast, mix, narrow, place, support
+from zipfx.labels import (
+    Hashes,
+    Ints,
+    Kind,
+    Labels,
+    broadcast,
+    mix,
+    narrow,
+    place,
+    project,
+    support,
+)
 
 
 @dataclass(frozen=True)
@@ -163,9 +174,18 @@ class Ledger:
         axis = self.axes[at] if at >= 0 else None
         return axis if axis is not None and high < axis.stop and axis.by < 0 else None
 
-    def relate(self, a: Tensor, b: Tensor, *, weights_only: bool = False) -> tuple[Tensor, ...]:
+    def relate(
+        self,
+        a: Tensor,
+        b: Tensor,
+        fixed: Sequence[Tensor] = (),
+        *,
+        weights_only: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Two slots of one tensor: where their labels go one to one they are one feature, else the
-        finer belongs to the coarser. Returns the slots that are needed to tell all features.
+        finer belongs to the coarser, in a way that depends on the coordinates where they meet.
+
+        Returns the slots that are needed to tell all features.
         """
         if a is b:
             return (a,)
@@ -177,7 +197,7 @@ class Ledger:
         u, v = broadcast(a, b)
         mask = (u > 0) & (v > 0)
         x, y = u[mask].numpy(), v[mask].numpy()
-        codes = np.unique(x * np.int64(self.size) + y)
+        codes, pair = np.unique(x * np.int64(self.size) + y, return_inverse=True)
         x, y = codes // self.size, codes % self.size
         _, of_x, many_x = np.unique(x, return_inverse=True, return_counts=True)
         _, of_y, many_y = np.unique(y, return_inverse=True, return_counts=True)
@@ -189,7 +209,10 @@ class Ledger:
         if not same.all():
             # the finer label has one partner, the coarser many; where both have many, either way
             fine = np.where(few_x, x, y)[~same], np.where(few_x, y, x)[~same]
-            self._belongs(*fine, np.ones(len(fine[0]), np.int64))
+            way = np.zeros(len(codes), np.uint64)
+            seen = coordinates(fixed, u.shape, support(u))
+            np.add.at(way, pair, np.broadcast_to(seen, u.shape)[mask.numpy()])
+            self._belongs(*fine, way[~same])
         if a.shape == b.shape and same.all():
             return (torch.where(a > 0, a, b),)
         if few_x.all() and bool(((u > 0) | (v <= 0)).all()):
@@ -226,7 +249,7 @@ class Ledger:
             self.edges.append(edge)
         return torch.where(u > 0, u, v)
 
-    def block(self, slot: Tensor, dims: Iterable[int]) -> Tensor:
+    def block(self, slot: Tensor, dims: Iterable[int], fixed: Sequence[Tensor] = ()) -> Tensor:
         """What is taken together over `dims`, symmetrically: one block per index along the rest.
 
         Returns the slot of the blocks, which no longer varies along `dims`.
@@ -240,28 +263,36 @@ class Ledger:
         self.trait("mixes")
         key = id(slot), along
         if key not in self._blocks:
-            self._blocks[key] = slot, self._new_blocks(slot, rest)
+            self._blocks[key] = slot, self._new_blocks(slot, rest, fixed)
         return self._blocks[key][1]
 
-    def _belongs(self, a: Ints, b: Ints, times: Ints) -> None:
-        salt = mix(len(self.members) + 3).view(np.int64)
-        self.members.append(Member(a, b, mix(times ^ salt), self.node))
+    def _belongs(self, a: Ints, b: Ints, way: Hashes) -> None:
+        salt = mix(len(self.members) + 3)
+        self.members.append(Member(a, b, mix((way ^ salt).view(np.int64)), self.node))
 
-    def _new_blocks(self, slot: Tensor, rest: list[int]) -> Tensor:
+    def _new_blocks(self, slot: Tensor, rest: list[int], fixed: Sequence[Tensor]) -> Tensor:
         shape = [n if d in rest else 1 for d, n in enumerate(slot.shape)]
-        rows = slot.permute([*rest, *(d for d in range(slot.ndim) if d not in rest)])
-        flat = rows.reshape(math.prod(shape), -1).numpy()
-        hashed = mix(flat)
+        order = [*rest, *(d for d in range(slot.ndim) if d not in rest)]
+        flat = slot.permute(order).reshape(math.prod(shape), -1).numpy()
+        # what tells the rows apart is not of interest, only what tells the members of a row apart
+        along = support(slot) - set(rest)
+        seen = np.broadcast_to(coordinates(fixed, slot.shape, along), slot.shape)
+        ways = np.ascontiguousarray(seen.transpose(order)).reshape(flat.shape)
+        hashed = mix((mix(flat) ^ ways).view(np.int64))
         hashed[flat == 0] = 0
         _, first, row = np.unique(
             hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
         )
-        flat = flat[first]
+        flat, ways = flat[first], ways[first]
         ids = self._fresh(len(first)).numpy()
         ids = np.where((flat > 0).any(-1), ids, 0)
-        codes = (flat * np.int64(self.size) + ids[:, None])[(flat > 0) & (ids > 0)[:, None]]
-        codes, times = np.unique(codes, return_counts=True)
-        self._belongs(codes // self.size, codes % self.size, times)
+        used = (flat > 0) & (ids > 0)[:, None]
+        codes, pair = np.unique(
+            (flat * np.int64(self.size) + ids[:, None])[used], return_inverse=True
+        )
+        way = np.zeros(len(codes), np.uint64)
+        np.add.at(way, pair, mix(ways[used].view(np.int64)))
+        self._belongs(codes // self.size, codes % self.size, way)
         return narrow(torch.from_numpy(ids[row]).reshape(shape))
 
     def colour(self, features: Tensor, values: Hashes | Tensor, reason: str = "") -> None:
@@ -338,3 +369,13 @@ class Ledger:
                 if (id(slot), -1) not in self._seen:
                     self._seen[id(slot), -1] = slot
                     self.alive.append((self._ids(slot).numpy(), self.node))
+
+
+def coordinates(fixed: Sequence[Tensor], shape: Sequence[int], dims: Collection[int]) -> Hashes:
+    """A hash of all coordinates along `dims` of a tensor, of a shape that broadcasts to its own."""
+    found = np.ones([1] * len(shape), np.uint64)
+    for slot in fixed:
+        if support(slot) & set(dims):
+            seen = mix(project(slot, support(slot) & set(dims)).numpy())
+            found = found + mix(seen.view(np.int64))
+    return found

@@ -45,7 +45,11 @@ def contract(
                         ledger.colour(*broadcast(f, seen))
     _note_reading(ledger, left, right, k)
     slots = _product(ledger, left, right)
-    blocks = [ledger.block(s, {k}) for s in slots if k in support(s) and support(s) - {k}]
+    blocks = [
+        ledger.block(s, {k}, (*left.fixed, *right.fixed))
+        for s in slots
+        if k in support(s) and support(s) - {k}
+    ]
     others = [s for s in slots if k not in support(s)]
     shape[k] = 1
     return Labels(
@@ -86,7 +90,7 @@ def _product(ledger: Ledger, left: Labels, right: Labels) -> list[Tensor]:
     """The slots of a product; a weight that meets data here is read, not elementwise."""
     had = "elementwise" in ledger.traits.get(ledger.node, ())
     slots = [(s, left.kind) for s in left.features]
-    slots = meet(ledger, slots, right.features, right.kind)
+    slots = meet(ledger, slots, right.features, right.kind, (*left.fixed, *right.fixed))
     if not had:
         ledger.traits.get(ledger.node, set()).discard("elementwise")
     return [s for s, _ in slots]

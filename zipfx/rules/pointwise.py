@@ -33,10 +33,12 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     kind = max((o.kind for o in operands), default=Kind.CONSTANT)
     features: list[tuple[Tensor, Kind]] = []
     fixed: list[Tensor] = []
-    for operand in _parted(ledger, operands, ndim):
-        aligned = {i: i + ndim - len(operand.shape) for i in range(len(operand.shape))}
+    operands = _parted(ledger, operands, ndim)
+    seen = [_align(s, _trailing(o, ndim), ndim) for o in operands for s in o.fixed]
+    for operand in operands:
+        aligned = _trailing(operand, ndim)
         mine = [_align(slot, aligned, ndim) for slot in operand.features]
-        features = meet(ledger, features, mine, operand.kind)
+        features = meet(ledger, features, mine, operand.kind, seen)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
     slots = tuple(slot for slot, _ in features)
@@ -76,12 +78,21 @@ def combine(
     return tuple(slot for slot, _ in kept)
 
 
+def _trailing(lab: Labels, ndim: int) -> dict[int, int]:
+    """Where the dimensions of an operand lie after broadcasting."""
+    return {i: i + ndim - len(lab.shape) for i in range(len(lab.shape))}
+
+
 def _align(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
     return slot if slot.ndim == ndim else place(slot, dims, ndim)
 
 
 def meet(
-    ledger: Ledger, ours: list[tuple[Tensor, Kind]], theirs: Sequence[Tensor], kind: Kind
+    ledger: Ledger,
+    ours: list[tuple[Tensor, Kind]],
+    theirs: Sequence[Tensor],
+    kind: Kind,
+    fixed: Sequence[Tensor] = (),
 ) -> list[tuple[Tensor, Kind]]:
     """Relate every slot of one operand to those of another that vary along the same dimensions."""
     result = list(ours)
@@ -94,7 +105,7 @@ def meet(
             if {kind, old_kind} == {Kind.WEIGHT, Kind.DATA}:
                 ledger.trait("elementwise")
             only = kind == old_kind == Kind.WEIGHT
-            kept = ledger.relate(old, new, weights_only=only)
+            kept = ledger.relate(old, new, fixed, weights_only=only)
             if all(k is not old for k in kept):  # `new` tells more, or their union
                 at = next(i for i, (f, _) in enumerate(result) if f is old)
                 del result[at]

@@ -49,7 +49,7 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
     taken = [slot for slot in x.features if support(slot) & dims]
     if taken:
         ledger.trait("mixes")
-    blocks = [ledger.block(slot, dims) for slot in taken if support(slot) - dims]
+    blocks = [ledger.block(slot, dims, x.fixed) for slot in taken if support(slot) - dims]
     others = [slot for slot in x.features if not support(slot) & dims]
     return replace(x, features=combine(ledger, others, blocks))
 
