@@ -105,15 +105,27 @@ class _State:
         self.role = np.concatenate([self.role, np.full(a.shape, role)])
 
     def join(self, a: Ints, b: Ints) -> None:
-        """Make each a[i] and b[i] one vertex; pairs remember which of the two they were with."""
+        """Make each a[i] and b[i] one vertex; pairs remember which of the two they were with.
+
+        What would make two vertices of one class the same goes round in a circle: it is held.
+        """
         n = len(self.colour)
+        graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
+        group = connected_components(graph, directed=False)[1].astype(np.int64)
+        met = np.unique(np.concatenate([a, b]))
+        order = np.lexsort((self.kind[met], group[met]))
+        twice = (np.diff(group[met][order]) == 0) & (np.diff(self.kind[met][order]) == 0)
+        circles = np.zeros(n, bool)
+        circles[group[met][order[1:][twice]]] = True
+        if circles.any():
+            self.hold(met[circles[group[met]]])
+            return
         joined = np.zeros(n, bool)
         joined[a] = joined[b] = True
         for end, salt in ((self.a, 1), (self.b, 2)):
             told = mix(self.role.view(np.int64) ^ mix(3 * self.kind[end] + salt).view(np.int64))
             self.role = np.where(joined[end], told, self.role)
-        graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
-        new = connected_components(graph, directed=False)[1].astype(np.int64)
+        new = group
         colour, overlapping = np.zeros(new.max() + 1, np.uint64), np.zeros(new.max() + 1, bool)
         np.add.at(colour, new, self.colour)
         np.logical_or.at(overlapping, new, self.overlapping)
