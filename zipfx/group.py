@@ -205,9 +205,9 @@ def group(
     ]
     known = Known.learn(ledger, last, leaving)
     component = components(ledger, last)
-    turn, shape = occurrences(ledger, last, known, component)
+    turn, name, shape = occurrences(ledger, last, known, component)
     held_labels = np.array(sorted(held), np.int64)
-    nesting = _nest(ledger, last, known, component, held_labels, shape)
+    nesting = _nest(ledger, last, known, component, held_labels, shape, name)
     vertex = nesting.vertex[component]
     n = len(nesting.kind)
 
@@ -247,17 +247,21 @@ def _rank(nesting: Nesting, first: Ints) -> Ints:
     return rank
 
 
-def occurrences(ledger: Ledger, last: int, known: Known, component: Ints) -> tuple[Ints, Hashes]:
+def occurrences(
+    ledger: Ledger, last: int, known: Known, component: Ints
+) -> tuple[Ints, Hashes, Hashes]:
     """The order of the labels of a feature on one axis, and what is to be alike in it.
 
     Labels are told apart by colour. Those of one feature with the same axis and colour are tied in
     a way of their own (a cycle, for y * y.roll(1)): they are numbered by walking along the edges,
     and the numbered edges are part of what features must have in common.
 
-    Returns (labels,) int64 and a hash for every component.
+    Returns (labels,) int64, (labels,) hashes that name labels within their feature, and a hash for
+    every component.
     """
     shape = np.zeros(int(component.max()) + 1, np.uint64)
     turn = np.zeros(ledger.size, np.int64)
+    name = mix((mix(known.axis) ^ known.colour).view(np.int64))
     real = np.flatnonzero(known.axis >= 0)
     key = np.stack([component[real], known.axis[real], known.colour[real].view(np.int64)])
     order = np.lexsort(key)
@@ -287,11 +291,18 @@ def occurrences(ledger: Ledger, last: int, known: Known, component: Ints) -> tup
         shape[c] = mix(np.array([hash(tuple(sorted(edges)))]))[0]
         for label, number in seen.items():
             turn[label] = number
-    return turn, shape
+            name[label] = mix(np.array([name[label]]).view(np.int64) ^ (number + 1))[0]
+    return turn, name, shape
 
 
 def _nest(
-    ledger: Ledger, last: int, known: Known, component: Ints, held: Ints, shape: Hashes
+    ledger: Ledger,
+    last: int,
+    known: Known,
+    component: Ints,
+    held: Ints,
+    shape: Hashes,
+    name: Hashes,
 ) -> Nesting:
     colour = shape.copy()
     lies_on = mix(mix(known.axis).view(np.int64) ^ 1)
@@ -311,6 +322,7 @@ def _nest(
             a = np.concatenate([a, np.arange(axis.start, axis.stop)])
             b = np.concatenate([b, np.tile(whole, axis.parts)])
             role = np.concatenate([role, np.full(axis.stop - axis.start, mix(2), np.uint64)])
+    role = mix((role ^ mix(name[a].view(np.int64)) ^ mix(~name[b].view(np.int64))).view(np.int64))
     # a block that became one with others stays a vertex of its own below them: what belongs to it
     # need not be like what belongs to the others
     blocks = np.unique(b)
@@ -321,7 +333,7 @@ def _nest(
         np.concatenate([colour, known.colour[blocks] + mix(3)]),
         np.concatenate([component[a], below[blocks]]),
         np.concatenate([below[b], component[blocks]]),
-        np.concatenate([role, np.full(len(blocks), mix(4), np.uint64)]),
+        np.concatenate([role, mix(name[blocks].view(np.int64)) + mix(4)]),
     )
     return replace(found, vertex=found.vertex[: len(colour)])
 

@@ -333,13 +333,12 @@ class Ledger:
         if not support(slot) - set(along):
             self.pin([slot], reason)
             return torch.zeros([1] * slot.ndim, dtype=torch.int64)
-        block = slot.amax(along, keepdim=True)
-        self.unify(block, slot, weights_only=False)
         shape = [slot.shape[d] if d in along else 1 for d in range(slot.ndim)]
-        rank = (torch.arange(1, 1 + math.prod(shape))).reshape(shape).expand(slot.shape)
-        self.colour(slot, rank)
+        rank = (-torch.arange(1, 1 + math.prod(shape))).reshape(shape)
+        self.colour(slot, rank.expand(slot.shape))
+        block = self._new_blocks(slot, [d for d in support(slot) if d not in along], [rank])
         self.blocks.append((torch.unique(slot).numpy(), self.node, reason))
-        return narrow(block)
+        return block
 
     def entangle(self, features: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
         """Colour features by the pattern of every fixed slot that varies along their dimensions."""

@@ -30,7 +30,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                 readers.setdefault(at[source], set()).update(met)
     places: dict[int, dict[int, Place]] = {}
     for i, (node, fact) in enumerate(zip(nodes, facts.nodes, strict=True)):
-        if i > grouping.last or not fact.is_tensor or fact.kind != Kind.DATA or node.op == "output":
+        if i > grouping.last or not fact.is_tensor or node.op in ("output", "get_attr"):
             continue
         groups = overlapping(fact.values[0].features)
         for dims, slots in groups:
@@ -43,6 +43,9 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                 )  # fmt: skip
                 if place.own or i not in places.setdefault(s, {}):
                     places.setdefault(s, {})[i] = place
+    for s, found in places.items():  # features of data are observed in data
+        data = {i: place for i, place in found.items() if facts.nodes[i].kind == Kind.DATA}
+        places[s] = data or found
     weighted = {c.node for c in facts.ledger.contractions}
     weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
     for found in places.values():

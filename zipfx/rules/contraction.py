@@ -70,7 +70,7 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
 
     Likewise where two of its axes are read, or made, as one (an expert and its hidden units).
     """
-    if w.kind != Kind.WEIGHT or x.kind != Kind.DATA:
+    if w.kind != Kind.WEIGHT or x.kind == Kind.WEIGHT:
         return w
     stack = [s for s in w.features if support(s) <= shared]
     read = [s for s in w.features if k in support(s)]
@@ -117,9 +117,11 @@ def note_reading(ledger: Ledger, read: Tensor, met: Sequence[Tensor]) -> None:
 
 
 def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
-    """These axes of a weight make features of data."""
-    if w.kind == Kind.WEIGHT and x.kind == Kind.DATA:
+    """These axes of a weight make features of data, or of a constant (a table of positions)."""
+    if w.kind == Kind.WEIGHT and x.kind != Kind.WEIGHT:
         ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in slots)
+        if x.kind == Kind.CONSTANT:
+            ledger.alive.extend((ledger.ids([s]).numpy(), ledger.node) for s in slots)
 
 
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
@@ -189,6 +191,47 @@ def _bmm(call: Call) -> Labels:
     frame = {0: 0, 1: 1, 2: 3}, {0: 0, 2: 2, 1: 3}
     product = without(contract(ledger, x, w, frame, 3), 3, tuple(call.result.shape))
     return add_bias(ledger, product, call.labels("self")) if added else product
+
+
+@rule("_trilinear")
+def _bilinear(call: Call) -> Labels:
+    """A product of three, each with dimensions inserted, summed over some of the dimensions."""
+    ledger, operands = call.ledger, []
+    ndim = call.arg("i1").ndim + len(call.arg("expand1"))
+    for i in (1, 2, 3):
+        lab, inserted = call.labels(f"i{i}"), set(call.arg(f"expand{i}"))
+        at = dict(enumerate(d for d in range(ndim) if d not in inserted))
+        features, fixed = (
+            tuple(place(s, at, ndim) for s in slots) for slots in (lab.features, lab.fixed)
+        )
+        shape = [1] * ndim
+        for d, to in at.items():
+            shape[to] = lab.shape[d]
+        operands.append(Labels(tuple(shape), features, fixed, lab.kind))
+    summed = set(call.arg("sumdim"))
+    shapes = torch.broadcast_shapes(*(o.shape for o in operands))
+    for o in operands:
+        if o.kind == Kind.WEIGHT:
+            made = [s for s in o.features if not support(s) & summed]
+            ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in made)
+            for s in (s for s in o.features if support(s) & summed):
+                met = [f for other in operands if other is not o for f in other.features]
+                note_reading(ledger, s, [f for f in met if support(f) == support(s)])
+    product = join(ledger, operands, shapes)
+    ledger.trait("mixes")
+    blocks = [
+        ledger.block(s, summed, product.fixed)
+        for s in product.features
+        if support(s) & summed and support(s) - summed
+    ]
+    features = combine(ledger, [s for s in product.features if not support(s) & summed], blocks)
+    fixed = tuple(project(s, support(s) - summed) for s in product.fixed if support(s) - summed)
+    keep = [d for d in range(ndim) if d not in summed]
+    kept = {d: i for i, d in enumerate(keep)}
+    features, fixed = (
+        tuple(place(s, kept, len(keep)) for s in slots) for slots in (features, fixed)
+    )
+    return Labels(tuple(call.result.shape), features, fixed, product.kind)
 
 
 @rule("embedding")

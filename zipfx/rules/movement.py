@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zipfx.labels import Kind, Labels, as_fixed, mix, narrow, support
+from zipfx.labels import Kind, Labels, as_fixed, broadcast, mix, narrow, support
 from zipfx.rules.call import Call, aten, first
 
 
@@ -45,7 +45,22 @@ def _move(call: Call, moved: list[tuple[Tensor, Labels]], *, feature: bool) -> t
         slot = narrow(_run_on(call, family, feature))
         if bool(slot.any()):
             result.append(slot)
-    return tuple(result)
+    return tuple(_side_by_side(result) if feature and len(moved) > 1 else result)
+
+
+def _side_by_side(slots: list[Tensor]) -> list[Tensor]:
+    """Slots of joined tensors that are nowhere both present are one slot (a class token that all
+    positions share, beside features of their own at every position)."""
+    kept: list[Tensor] = []
+    for slot in slots:
+        for i, other in enumerate(kept):
+            u, v = broadcast(slot, other)
+            if support(slot) & support(other) and not bool(((u > 0) & (v > 0)).any()):
+                kept[i] = torch.where(u > 0, u, v)
+                break
+        else:
+            kept.append(slot)
+    return kept
 
 
 def _tell_operands_apart(

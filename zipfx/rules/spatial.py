@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -188,3 +189,27 @@ def _pool(call: Call) -> Any:
         x.kind,
     )
     return (y,) * len(call.result) if isinstance(call.result, tuple) else y
+
+
+@rule("col2im")
+def _fold(call: Call) -> Labels:
+    """(N, C x kernel, L) -> (N, C, H, W): what lies on one kernel position is not exchanged."""
+    x, shape = call.labels("self"), tuple(call.result.shape)
+    ledger, kernel = call.ledger, math.prod(call.arg("kernel_size"))
+    reason = "patches are put together: blocks keep their inner order"
+    batch = len(shape) - 3
+    x = slide(ledger, x, {batch + 1})
+    features = []
+    for s in x.features:
+        if batch in support(s):
+            parts = s.unflatten(batch, (-1, kernel))
+            s = ledger.collapse(parts, {batch + 1}, reason).squeeze(batch + 1)
+        if support(s):
+            features.append(place(s, {d: d for d in range(batch + 1)}, len(shape)))
+    fixed = [
+        place(project(s, support(s) - {batch, batch + 1}), {0: 0}, len(shape))
+        for s in x.fixed
+        if support(s) - {batch, batch + 1}
+    ]
+    pixels = positions(shape, {batch + 1, batch + 2})
+    return Labels(shape, tuple(features), (*fixed, *pixels), x.kind)

@@ -1,0 +1,581 @@
+"""Blocks: features that are used as a whole here and in parts there; each was once got wrong.
+
+Law 1 where features of two blocks meet, law 3 where a merge restores blocks, and the spaces that
+must be found although the blocks hide them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import shared_module
+from laws import EXACT, error, heads_error, merge
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import zipfx
+
+FOLDED = "restored features are counted at the example's batch size"
+Size = tuple[int, tuple[int, ...]]  # of a space: its features, and the sizes of its blocks
+
+
+class Net(nn.Module):
+    """A forward function over named modules, parameters and buffers; random weights, float64."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = [function]
+        for name, part in parts.items():
+            if isinstance(part, nn.Parameter):
+                self.register_parameter(name, part)
+            elif isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                self.add_module(name, part)
+        randomise(self, 0)
+        self.eval().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](self, x)
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if p.dim() > 1:
+            p.copy_(noise * 1.2 / math.sqrt(max(1, p[0].numel())))
+        else:
+            p.copy_(0.5 * noise + (0 if name.endswith("bias") else 0.8))
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape))
+
+
+def data(*shape: int, seed: int = 0, batch: int = 2) -> Tensor:
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def split_heads(x: Tensor, count: int = 3) -> Tensor:
+    """(batch, tokens, features) to (batch, heads, tokens, features of a head)."""
+    return x.view(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def projections() -> dict[str, nn.Module]:
+    """Of attention from 8 features with 3 heads of 4 dimensions to 3 features."""
+    inner = {name: nn.Linear(8, 12) for name in "qkv"}
+    return {**inner, "o": nn.Linear(12, 3)}
+
+
+ATTENTION: list[Size] = [(3, ()), (12, (4, 4, 4)), (12, (4, 4, 4))]  # heads, q with k, v
+
+
+def law1(model: nn.Module, *shape: int) -> None:
+    """Permuting what was found changes nothing, on the example's batch size and on another."""
+    example, other = data(*shape), data(*shape, seed=1, batch=5)
+    spaces = zipfx.analyze(model, example, verify=False)
+    for seed in range(6):
+        twin = spaces.permuted(model, spaces.random_permutations(seed))
+        for x in (example, other):
+            assert error(model(x), twin(x)) < EXACT, (seed, sizes(model, x))
+
+
+def law3(
+    model: nn.Module, *shape: int, seeds: Iterable[int] = range(6), partial: str | None = None
+) -> None:
+    """Merging a model with its permuted twin gives the model, on another batch size too."""
+    spaces = zipfx.analyze(model, data(*shape), verify=False)
+    x = data(*shape, seed=9, batch=5)
+    batches = [(data(*shape, seed=100 + i, batch=32),) for i in range(6)]
+    for seed in seeds:
+        twin = spaces.permuted(model, spaces.random_permutations(seed))
+        merged = merge([model, twin], batches, matcher="permute", partial=partial)
+        whole = error(model(x), merged(x)) if partial is None else 0.0
+        heads = heads_error(merged, [model(x)] * 2, (x,)) if partial is not None else 0.0
+        assert max(whole, heads) < 1e-11, seed
+
+
+def sizes(model: nn.Module, x: Tensor) -> list[Size]:
+    return sorted((s.size, s.blocks) for s in zipfx.analyze(model, x, verify=False))
+
+
+# ------------------------------------------------- law 1: features of two blocks become one feature
+def test_blocks_that_are_subtracted() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).view(-1, 3, 2, 4).tanh().sum(-1)
+        return s.h(y[:, :, 0] - y[:, :, 1])
+
+    law1(Net(forward, a=nn.Linear(5, 24), h=nn.Linear(3, 2)), 5)
+
+
+def test_halves_of_blocks_are_multiplied() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).view(-1, 6, 4).tanh().sum(-1)
+        return s.h(y[:, :3] * y[:, 3:])
+
+    law1(Net(forward, a=nn.Linear(5, 24), h=nn.Linear(3, 2)), 5)
+
+
+def test_differential_attention() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = split_heads(s.q(x), 6), split_heads(s.k(x), 6), split_heads(s.v(x), 3)
+        w = (q @ k.mT).softmax(-1).unflatten(1, (3, 2))
+        w = w[:, :, 0] - s.scale * w[:, :, 1]
+        return s.o(join_heads(w @ v))
+
+    parts = {**projections(), "q": nn.Linear(8, 24), "k": nn.Linear(8, 24)}
+    law1(Net(forward, **parts, scale=parameter(1)), 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "shortcut"),
+    [(2, lambda y: y.roll(4, 1)), (4, lambda y: y.flip(1))],
+    ids=["roll", "flip"],
+)
+def test_a_reordered_residual_around_a_grouped_convolution(
+    groups: int, shortcut: Callable[[Tensor], Tensor]
+) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(s.a(x))
+        return s.c(F.relu(shortcut(y) + s.g(y)))
+
+    grouped = nn.Conv2d(8, 8, 1, groups=groups)
+    law1(Net(forward, a=nn.Conv2d(3, 8, 1), g=grouped, c=nn.Conv2d(8, 3, 1)), 3, 5, 5)
+
+
+def test_residual_around_a_grouped_convolution_and_a_shuffle() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(s.a(x))
+        return s.c(F.relu(y + F.channel_shuffle(s.g(y), 2)))
+
+    grouped = nn.Conv2d(8, 8, 1, groups=2)
+    law1(Net(forward, a=nn.Conv2d(3, 8, 1), g=grouped, c=nn.Conv2d(8, 3, 1)), 3, 5, 5)
+
+
+# -------------------------------------------- law 1: moving the rows of a grouped weight is not all
+@pytest.mark.parametrize(
+    "index", [[7, 0, 1, 2, 3, 4, 5, 6], [1, 0, 2, 3, 4, 5, 6, 7], [4, 2, 7, 0, 1, 6, 3, 5]]
+)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_channels_are_reordered_before_a_grouped_convolution(index: list[int], groups: int) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(s.a(x))[:, torch.tensor(index)]
+        return s.c(F.relu(s.g(y)))
+
+    grouped = nn.Conv2d(8, 8, 1, groups=groups)
+    law1(Net(forward, a=nn.Conv2d(3, 8, 1), g=grouped, c=nn.Conv2d(8, 3, 1)), 3, 5, 5)
+
+
+def test_two_grouped_convolutions_that_overlap() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 1),
+        nn.Conv2d(12, 12, 1, groups=2),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 1, groups=3),
+        nn.ReLU(),
+        nn.Conv2d(12, 3, 1),
+    )
+    law1(Net(lambda s, x: s.layers(x), layers=model), 3, 5, 5)
+
+
+# --------------------------------------------------- law 1: an axis that is used whole and in parts
+def test_grouped_weight_standardisation_as_in_timm() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        rows, gain = s.w.reshape(1, 9, -1), s.gain.view(-1)
+        w = F.batch_norm(rows, None, None, weight=gain, training=True, momentum=0.0)
+        y = F.conv2d(F.relu(s.a(x)), w.reshape_as(s.w), groups=3, padding=1)
+        return s.b(F.relu(y))
+
+    own = {"w": parameter(9, 2, 3, 3), "gain": parameter(9, 1, 1, 1)}
+    law1(Net(forward, a=nn.Conv2d(3, 6, 1), b=nn.Conv2d(9, 3, 1), **own), 3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "normalised", [lambda m: weight_norm(m, dim=1), spectral_norm], ids=["weight_norm", "spectral"]
+)
+def test_normalised_weight_of_a_grouped_convolution(
+    normalised: Callable[[nn.Module], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.b(F.relu(s.g(F.relu(s.a(x)))))
+
+    grouped = normalised(nn.Conv2d(6, 9, 3, groups=3))
+    law1(Net(forward, a=nn.Conv2d(3, 6, 1), g=grouped, b=nn.Conv2d(9, 3, 1)), 3, 5, 5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_weight_in_two_groupings(groups: int) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.conv2d(F.relu(s.a(x)), s.w, groups=4)
+        z = F.conv2d(s.c(x), s.w, groups=groups)
+        return s.b(F.relu(y)) + s.d(z)
+
+    parts = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 3, 1), "d": nn.Conv2d(8, 3, 1)}
+    law1(Net(forward, **parts, c=nn.Conv2d(3, 2 * groups, 1), w=parameter(8, 2, 1, 1)), 3, 5, 5)
+
+
+# --------------------------------- law 1: a grid whose members lie in another order from row to row
+def test_grid_of_softmaxes_over_shuffled_features() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)[:, torch.tensor([5, 2, 0, 1, 3, 4])].view(-1, 3, 2)
+        return s.h((y.softmax(1) * y.softmax(2)).flatten(1))
+
+    law1(Net(forward, a=nn.Linear(5, 6), h=nn.Linear(6, 3)), 5)
+
+
+def test_grid_of_two_group_norms() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.m(s.a(x)).tanh()
+        return s.h(s.n(y[:, torch.tensor([0, 3, 5, 1, 2, 4])]))
+
+    norms = {"m": nn.GroupNorm(3, 6), "n": nn.GroupNorm(2, 6)}
+    law1(Net(forward, a=nn.Conv2d(3, 6, 1), h=nn.Conv2d(6, 3, 1), **norms), 3, 5, 5)
+
+
+# ----------------------------------------------------------- law 1: features behind complex numbers
+def test_complex_rotary_embedding() -> None:
+    def rotated(x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[2])[:, None] / 10 ** (torch.arange(0, 4, 2) / 4)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = split_heads(s.q(x)), split_heads(s.k(x)), split_heads(s.v(x))
+        return s.o(join_heads(F.scaled_dot_product_attention(rotated(q), rotated(k), v)))
+
+    law1(Net(forward, **projections()), 5, 8)
+
+
+# -------------------------------------- law 3: a value's copies lie in another order in every model
+@pytest.mark.parametrize(
+    "repeat",
+    [lambda t: t.repeat_interleave(2, 1), lambda t: t.repeat(1, 2, 1, 1)],
+    ids=["interleave", "repeat"],
+)
+def test_merge_of_grouped_queries(repeat: Callable[[Tensor], Tensor]) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q = split_heads(s.q(x), 4)
+        k, v = repeat(split_heads(s.k(x), 2)), repeat(split_heads(s.v(x), 2))
+        return s.o(join_heads((q @ k.mT).softmax(-1) @ v))
+
+    parts = {"q": nn.Linear(8, 16), "k": nn.Linear(8, 8), "v": nn.Linear(8, 8)}
+    law3(Net(forward, **parts, o=nn.Linear(16, 3)), 5, 8)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merge_of_the_shared_case_of_grouped_queries(seed: int) -> None:
+    make, inputs = shared_module("cases/models.py").CASES["grouped_query_attention"]
+    model, x = make().double(), inputs[0].double()
+    spaces = zipfx.analyze(model, x)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(30, *x.shape, generator=generator, dtype=torch.float64)
+    twin = spaces.permuted(model, spaces.random_permutations(seed))
+    merged = merge([model, twin], [(batch,) for batch in noise], matcher="permute")
+    assert error(model(x), merged(x)) < EXACT
+
+
+@pytest.mark.parametrize("weights", range(6))
+def test_merge_of_a_convolution_shared_by_groups_that_are_folded_into_the_batch(
+    weights: int,
+) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        b, _, h, w = y.shape
+        return s.h(F.relu(s.g(y.view(b * 4, 2, h, w)).view(b, 12, h, w)))
+
+    shared = nn.Conv2d(2, 3, 3, padding=1)
+    model = Net(forward, a=nn.Conv2d(3, 8, 1), g=shared, h=nn.Conv2d(12, 3, 1))
+    generator = torch.Generator().manual_seed(weights)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_(noise * (0.4 if p.dim() > 1 else 0.5))
+    law3(model, 3, 5, 5, seeds=range(3))
+
+
+# ---------------------------------------------------------------- law 3: heads of a cut amid blocks
+def test_cut_before_a_transposed_depthwise_convolution_with_multiplier() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.b(F.relu(s.g(F.relu(s.a(x)))))
+
+    transposed = nn.ConvTranspose2d(4, 8, 2, 2, groups=4)
+    model = Net(forward, a=nn.Conv2d(3, 4, 1), g=transposed, b=nn.Conv2d(8, 3, 1))
+    law3(model, 3, 5, 5, partial="a")
+
+
+@pytest.mark.xfail(strict=True, reason=FOLDED)
+@pytest.mark.parametrize("cut", ["q", "k", "act"])
+def test_cut_where_heads_are_folded_into_the_batch(cut: str) -> None:
+    def fold(x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        return x.view(b, n, 3, 4).transpose(1, 2).reshape(b * 3, n, 4)
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = fold(s.q(x)), fold(s.k(x)), fold(s.v(x))
+        w = s.act(torch.bmm(q, k.transpose(1, 2)))
+        return s.o(torch.bmm(w, v).view(b, 3, n, 4).transpose(1, 2).reshape(b, n, 12))
+
+    model = Net(forward, **projections(), act=nn.Softmax(-1))
+    law3(model, 5, 8, partial=cut, seeds=range(2))
+
+
+@pytest.mark.xfail(strict=True, reason=FOLDED)
+def test_cut_where_groups_are_folded_into_the_batch() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        b, c, h, w = y.shape
+        return s.h(F.relu(s.n(y.reshape(b * 4, 2, h, w)).reshape(b, c, h, w)))
+
+    model = Net(forward, a=nn.Conv2d(3, 8, 1), n=nn.GroupNorm(1, 2), h=nn.Conv2d(8, 3, 1))
+    law3(model, 3, 5, 5, partial="a", seeds=range(2))
+
+
+# ---------------------------------------------- merges: a view of a parameter is handed to a module
+@pytest.mark.parametrize(
+    "view",
+    [lambda p, x: p.expand(x.shape[0], -1, -1), lambda p, x: p[:, :1]],
+    ids=["expand", "slice"],
+)
+def test_a_view_of_a_parameter_is_handed_to_a_module(
+    view: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.b(view(s.p, x)) + s.a(x))
+
+    parts = {"a": nn.Linear(4, 6), "b": nn.Linear(5, 6), "h": nn.Linear(6, 2)}
+    model, x = Net(forward, p=parameter(1, 1, 5), **parts), data(3, 4, batch=8)
+    merged = merge([model, copy.deepcopy(model)], [(x,)], matcher="permute")
+    assert error(model(x), merged(x)) < EXACT
+
+
+def test_a_learned_start_of_a_recurrent_cell() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.c(x, s.p.expand(x.shape[0], 5)))
+
+    model = Net(forward, p=parameter(5), c=nn.GRUCell(4, 5), h=nn.Linear(5, 2))
+    x = data(4, batch=8)
+    merged = merge([model, copy.deepcopy(model)], [(x,)], matcher="permute")
+    assert error(model(x), merged(x)) < EXACT
+
+
+# ------------------------------------------------- completeness: parameters of heads times features
+def test_stacked_experts_with_biases() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(torch.einsum("bi,ehi->beh", x, s.w1) + s.b1)
+        z = torch.einsum("beh,eoh->beo", y, s.w2) + s.b2
+        return torch.einsum("be,beo->bo", s.g(x).softmax(-1), z)
+
+    first = {"w1": parameter(3, 7, 6), "b1": parameter(3, 7)}
+    second = {"w2": parameter(3, 4, 7), "b2": parameter(3, 4)}
+    model = Net(forward, g=nn.Linear(6, 3), **first, **second)
+    assert sizes(model, data(6)) == [(3, ()), (21, (7, 7, 7))]
+
+
+def test_bias_of_heads_times_dimensions() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = split_heads(s.q(x)), split_heads(s.k(x)), split_heads(s.v(x))
+        w = ((q + s.u[:, None]) @ k.mT).softmax(-1)
+        return s.o(join_heads(w @ v))
+
+    assert sizes(Net(forward, u=parameter(3, 4), **projections()), data(5, 8)) == ATTENTION
+
+
+def test_affine_of_groups_times_channels() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.group_norm(s.a(x), 3).view(-1, 3, 2, 5, 5)
+        return s.h((y * s.w).flatten(1, 2))
+
+    model = Net(forward, a=nn.Conv2d(3, 6, 1), w=parameter(3, 2, 1, 1), h=nn.Conv2d(6, 3, 1))
+    assert sizes(model, data(3, 5, 5)) == [(3, ()), (6, (2, 2, 2))]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="dimensions of a head move only together with those of the other heads"
+)
+def test_memory_keys_and_values_of_every_head() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = split_heads(s.q(x)), split_heads(s.k(x)), split_heads(s.v(x))
+        k = torch.cat([s.keys.expand(len(x), -1, -1, -1), k], 2)
+        v = torch.cat([s.values.expand(len(x), -1, -1, -1), v], 2)
+        return s.o(join_heads((q @ k.mT).softmax(-1) @ v))
+
+    memory = {"keys": parameter(3, 2, 4), "values": parameter(3, 2, 4)}
+    assert set(ATTENTION) <= set(sizes(Net(forward, **memory, **projections()), data(5, 8)))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="states of a channel move only together with those of the other channels"
+)
+def test_state_space_with_a_matrix_of_parameters() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        u = s.i(x)
+        state = torch.zeros(x.shape[0], 5, 2, dtype=x.dtype)
+        outputs = []
+        for t in range(3):
+            state = state * s.decay.sigmoid() + u[:, t, :, None] * s.write
+            outputs.append((state * s.read).sum(-1))
+        return s.o(torch.stack(outputs, 1))
+
+    matrices = {name: parameter(5, 2) for name in ("decay", "write", "read")}
+    model = Net(forward, i=nn.Linear(4, 5), **matrices, o=nn.Linear(5, 3))
+    assert sizes(model, data(3, 4)) == [(5, ()), (10, (2,) * 5)]
+
+
+@pytest.mark.xfail(strict=True, reason="topk is not understood")
+def test_top_k_of_the_gate_is_symmetric() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        gate = s.g(x)
+        smallest = gate.topk(2, -1).values[:, -1:]
+        gate = gate.masked_fill(gate < smallest, float("-inf")).softmax(-1)
+        y = torch.einsum("bi,ehi->beh", x, s.w1).relu()
+        return torch.einsum("be,beh,eoh->bo", gate, y, s.w2)
+
+    model = Net(forward, g=nn.Linear(6, 3), w1=parameter(3, 7, 6), w2=parameter(3, 4, 7))
+    assert sizes(model, data(6)) == [(3, ()), (21, (7, 7, 7))]
+
+
+# ------------------------------------------------------------------ completeness: blocks that cross
+@pytest.mark.parametrize("groups", [2, 3])
+def test_shufflenet_v1_unit(groups: int) -> None:
+    """Features of one group before the shuffle and one group after it are free."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(s.a(x))
+        z = F.channel_shuffle(F.relu(s.g(y)), groups)
+        return s.h(F.relu(y + s.k(s.depthwise(z))))
+
+    n = groups * groups * 2
+    pointwise = {name: nn.Conv2d(n, n, 1, groups=groups) for name in "gk"}
+    depthwise = nn.Conv2d(n, n, 3, padding=1, groups=n)
+    ends = {"a": nn.Conv2d(3, n, 1), "h": nn.Conv2d(n, 3, 1)}
+    spaces = zipfx.analyze(
+        Net(forward, **ends, **pointwise, depthwise=depthwise), data(3, 5, 5), verify=False
+    )
+    assert "depthwise.weight" in {a.parameter for s in spaces for a in s.axes}
+
+
+def test_two_group_norms_of_the_same_count_that_cross() -> None:
+    """2 x 2 cells of 2 features, which are free inside a cell."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.m(s.a(x)).tanh()
+        return s.h(s.n(y[:, torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])]))
+
+    norms = {"m": nn.GroupNorm(2, 8), "n": nn.GroupNorm(2, 8)}
+    model = Net(forward, a=nn.Conv2d(3, 8, 1), h=nn.Conv2d(8, 3, 1), **norms)
+    assert len(zipfx.analyze(model, data(3, 5, 5), verify=False))
+
+
+def test_grid_of_gates_that_alternate_on_one_axis() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        gates = s.g(x)
+        y = s.a(x).view(-1, 3, 3).tanh()
+        return s.h((y * gates[:, ::2, None] * gates[:, None, 1::2]).flatten(1))
+
+    model = Net(forward, g=nn.Linear(5, 6), a=nn.Linear(5, 9), h=nn.Linear(9, 2))
+    assert sizes(model, data(5)) == [(3, ()), (3, ())]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="columns of a packed weight move together, though its rows read two spaces"
+)
+def test_cross_attention_with_packed_weights() -> None:
+    """Rows 0:8 of the packed weight read the queries, rows 8:24 the keys and values."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        k = s.k(x)
+        return s.h(s.t(s.e(x), k, k)[0])
+
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    ends = {"e": nn.Linear(5, 8), "k": nn.Linear(5, 8), "h": nn.Linear(8, 3)}
+    assert sizes(Net(forward, **ends, t=attention), data(4, 5)).count((8, ())) == 3
+
+
+# ------------------------------------------------------ completeness: operations and their features
+def test_spectral_norm() -> None:
+    torch.manual_seed(0)
+    parts = {"a": spectral_norm(nn.Conv2d(3, 6, 3)), "b": spectral_norm(nn.Conv2d(6, 3, 1))}
+    model = Net(lambda s, x: s.b(F.relu(s.a(x))), **parts)
+    assert sizes(model, data(3, 5, 5)) == [(6, ())]
+
+
+def test_pointwise_convolution_over_tokens_does_not_slide() -> None:
+    """The gate of gMLP."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        u, v = F.gelu(s.a(x)).chunk(2, -1)
+        return s.o(u * s.tokens(s.n(v)))
+
+    parts = {"a": nn.Linear(8, 12), "n": nn.LayerNorm(6), "o": nn.Linear(6, 3)}
+    assert sizes(Net(forward, **parts, tokens=nn.Conv1d(5, 5, 1)), data(5, 8)) == [(6, ())]
+
+
+def test_fold() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(F.unfold(x, 2, stride=2))
+        return s.b(F.fold(y, (4, 4), 2, stride=2))
+
+    model = Net(forward, a=nn.Conv1d(12, 20, 1), b=nn.Conv2d(5, 3, 1))
+    assert sizes(model, data(3, 4, 4)) == [(5, ())]
+
+
+def test_bilinear_module() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(F.relu(s.b(F.relu(s.a(x)), F.relu(s.c(x)))))
+
+    ends = {"a": nn.Linear(5, 4), "c": nn.Linear(5, 6), "h": nn.Linear(7, 2)}
+    model = Net(forward, **ends, b=nn.Bilinear(4, 6, 7))
+    assert sizes(model, data(5)) == [(4, ()), (6, ()), (7, ())]
+
+
+@pytest.mark.xfail(strict=True, reason="blocks of one space as rows and as columns do not nest")
+def test_gram_matrix() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        a = s.a(x).flatten(2)
+        return s.h((a @ a.mT).flatten(1))
+
+    model = Net(forward, a=nn.Conv2d(3, 4, 1), h=nn.Linear(16, 3))
+    assert sizes(model, data(3, 5, 5)) == [(4, ())]
+
+
+def test_weights_made_by_a_network_of_constants() -> None:
+    """The continuous position bias of Swin v2."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = split_heads(s.q(x)), split_heads(s.k(x)), split_heads(s.v(x))
+        bias = s.m2(F.relu(s.m1(s.places)))[s.index].permute(2, 0, 1)
+        return s.o(join_heads((q @ k.mT + bias).softmax(-1) @ v))
+
+    index = torch.arange(5)[:, None] - torch.arange(5)[None] + 4
+    network = {"m1": nn.Linear(2, 7), "m2": nn.Linear(7, 3, bias=False)}
+    model = Net(forward, **network, **projections(), places=data(2, batch=9), index=index)
+    assert (7, ()) in sizes(model, data(5, 8))
+
+
+@pytest.mark.xfail(strict=True, reason="groups of the batch times the features are not understood")
+def test_dynamic_depthwise_kernels() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.relu(s.a(x))
+        kernels = s.k(y.mean((2, 3))).view(-1, 1, 3, 3)
+        one = y.reshape(1, -1, 4, 4)
+        z = F.conv2d(one, kernels, padding=1, groups=y.shape[0] * 6)
+        return s.h(z.view(-1, 6, 4, 4))
+
+    model = Net(forward, a=nn.Conv2d(3, 6, 1), k=nn.Linear(6, 54), h=nn.Conv2d(6, 2, 1))
+    assert sizes(model, data(3, 4, 4)) == [(6, ())]
