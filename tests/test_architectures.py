@@ -79,24 +79,17 @@ def test_law_3(name: str, size: int, count: int, cut: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "reason"),
-    [
-        ("resnext50_32x4d", 64, "grouped convolution"),
-        ("shufflenet_v2_x0_5", 64, None),
-        ("vit_b_32", 224, None),  # 224 pixels are its only size
-        ("swin_t", 64, None),
-    ],
+    "name",
+    ["resnext50_32x4d", "regnet_y_400mf", "shufflenet_v2_x0_5", "vit_b_32", "swin_t", "swin_v2_t"],
 )
-def test_what_is_not_understood_is_pinned_and_the_rest_is_exact(
-    name: str, size: int, reason: str | None
-) -> None:
-    model, x = architectures.build(name), architectures.images(name, 2, size)
+def test_blocks_are_found_and_exact(name: str) -> None:
+    model, x = architectures.smallest(name, "torchvision")
     spaces = zipfx.analyze(model, x, verify=False)
-    assert len(spaces) > 1
     assert architectures.law_1(model, spaces, x) < EXACT
-    assert spaces.pinned
-    assert all(p.reason for p in spaces.pinned)
-    assert reason is None or any(reason in p.reason for p in spaces.pinned)
+    assert not architectures.pinned_axes(spaces)
+    assert any(s.of_blocks for s in spaces) or "shufflenet" in name
+    for space in spaces:
+        assert all(sum(1 for s in spaces if s.name == block.space) == 1 for block in space.within)
 
 
 # ------------------------------------------------------------------ CIFAR ResNets

@@ -554,6 +554,10 @@ def test_gram_matrix() -> None:
     assert sizes(model, data(3, 5, 5)) == [(4, ())]
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a float buffer counts as a weight, and weights alone do not make a space",
+)
 def test_weights_made_by_a_network_of_constants() -> None:
     """The continuous position bias of Swin v2."""
 
