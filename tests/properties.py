@@ -347,11 +347,18 @@ def _steps(inputs: str, *steps: Step, **settings: Any) -> Example:
 
 
 KNOWN: dict[str, Known] = {
-    "a head that writes into a part of the features gets the unmerge after it": Known(
+    "means over padded positions of features that are tied with their mirror images": Known(
         Example(
-            Plan(("vector",), (Step("pointwise"), Step("inplace", option=4)), stem=6), "partial", 2
+            Plan(
+                ("image",),
+                (Step("reorder", option=4), Step("shuffle"), Step("pad")),
+                stem=6,
+                ending="pooled",
+            ),
+            "zip_matcher",
+            1,
         ),
-        r"\]\.mul_\(",
+        r"flip\(1\)[\s\S]*pad",
     ),
 }
 

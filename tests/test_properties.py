@@ -101,16 +101,14 @@ def nothing(*_: Any) -> None:
     return None
 
 
-def no_union(ledger: Ledger, a: Any, b: Any, **_: Any) -> Any:
-    a, b = torch.broadcast_tensors(a, b)
-    return torch.where(a > 0, a, b)
+def no_relation(ledger: Ledger, a: Any, b: Any, *_: Any, **__: Any) -> Any:
+    return a, b
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a softmax over a part of the features makes no blocks": (together, "together", no_blocks),
     "coordinates that meet features do not colour them": (Ledger, "entangle", nothing),
-    "an operation on some of the features does not tell them apart": (Ledger, "event", nothing),
-    "features that meet are not unified": (Ledger, "unify", no_union),
+    "features that meet are not related": (Ledger, "relate", no_relation),
 }
 
 
