@@ -12,4 +12,4 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy --strict zipfx
-check pytest "$@"
+check pytest --numprocesses 2 "$@"  # a test runs on one thread
