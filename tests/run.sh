@@ -12,4 +12,4 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy --strict zipfx
-check pytest --numprocesses 2 "$@"  # a test runs on one thread
+check pytest --numprocesses 2 -p no:benchmark "$@"  # each test runs on one thread
