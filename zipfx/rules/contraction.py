@@ -70,7 +70,7 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
 
     Likewise where two of its axes are read, or made, as one (an expert and its hidden units).
     """
-    if w.kind != Kind.WEIGHT or x.kind == Kind.WEIGHT:
+    if w.kind != Kind.WEIGHT or x.kind != Kind.DATA:
         return w
     stack = [s for s in w.features if support(s) <= shared]
     read = [s for s in w.features if k in support(s)]
@@ -117,11 +117,9 @@ def note_reading(ledger: Ledger, read: Tensor, met: Sequence[Tensor]) -> None:
 
 
 def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
-    """These axes of a weight make features of data, or of a constant (a table of positions)."""
-    if w.kind == Kind.WEIGHT and x.kind != Kind.WEIGHT:
+    """These axes of a weight make features of data."""
+    if w.kind == Kind.WEIGHT and x.kind == Kind.DATA:
         ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in slots)
-        if x.kind == Kind.CONSTANT:
-            ledger.alive.extend((ledger.ids([s]).numpy(), ledger.node) for s in slots)
 
 
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
