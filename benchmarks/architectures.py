@@ -279,6 +279,18 @@ def _timed(function: Callable[[], zipfx.SpaceMap]) -> tuple[zipfx.SpaceMap, floa
     return function(), time.process_time() - start
 
 
+def _analyse(row: Row, model: nn.Module, x: Tensor) -> zipfx.SpaceMap:
+    """The spaces by labels alone, and what the row says of them."""
+    spaces, seconds = _timed(lambda: zipfx.analyze(model, x, verify=False))
+    row.seconds = seconds, None
+    row.spaces, row.blocks = len(spaces), sum(s.of_blocks for s in spaces)
+    row.features = sum(s.size for s in spaces)
+    row.pinned, row.unlike = len(pinned_axes(spaces)), len(unlike_axes(spaces))
+    for p in spaces.pinned:
+        row.reasons.setdefault(p.reason, []).append(f"{p.parameter} dim {p.dim}")
+    return spaces
+
+
 def stages(name: str, source: str) -> Iterator[Row]:
     """The row of a model after every stage."""
     row = Row(name, source)
@@ -288,20 +300,14 @@ def stages(name: str, source: str) -> Iterator[Row]:
         row.pixels, row.parameters = x.shape[-1], evaluate.parameters([model])
         yield row
         stage = "analyze"
-        spaces, seconds = _timed(lambda: zipfx.analyze(model, x, verify=False))
-        row.seconds = seconds, None
-        row.spaces, row.blocks = len(spaces), sum(s.of_blocks for s in spaces)
-        row.features = sum(s.size for s in spaces)
-        row.pinned, row.unlike = len(pinned_axes(spaces)), len(unlike_axes(spaces))
-        for p in spaces.pinned:
-            row.reasons.setdefault(p.reason, []).append(f"{p.parameter} dim {p.dim}")
+        spaces = _analyse(row, model, x)
         yield row
         stage = "law 1"
         row.error = law_1(model, spaces, x)
         yield row
         stage = "verify"
         spaces, slower = _timed(lambda: zipfx.analyze(model, x))
-        row.seconds = seconds, slower
+        row.seconds = row.seconds[0], slower
         if not row.exact:
             row.verified = law_1(model, spaces, x)
             for p in spaces.pinned:
@@ -326,13 +332,7 @@ def quick(name: str, source: str) -> Row:
     try:
         model, x = smallest(name, source)
         row.pixels, row.parameters = x.shape[-1], evaluate.parameters([model])
-        spaces, seconds = _timed(lambda: zipfx.analyze(model, x, verify=False))
-        row.seconds = seconds, None
-        row.spaces, row.blocks = len(spaces), sum(s.of_blocks for s in spaces)
-        row.features = sum(s.size for s in spaces)
-        row.pinned, row.unlike = len(pinned_axes(spaces)), len(unlike_axes(spaces))
-        for p in spaces.pinned:
-            row.reasons.setdefault(p.reason, []).append(f"{p.parameter} dim {p.dim}")
+        spaces = _analyse(row, model, x)
         row.error = law_1(model, spaces, x)
         if row.parameters < SMALL:
             row.ratio = law_2(model.float(), x.float())

@@ -342,10 +342,6 @@ class Known:
         return re.search(self.pattern, smallest.plan.code()) is not None
 
 
-def _steps(inputs: str, *steps: Step, **settings: Any) -> Example:
-    return Example(Plan(tuple(inputs.split()), steps, **settings), "copies")
-
-
 KNOWN: dict[str, Known] = {
     "means over padded positions of features that are tied with their mirror images": Known(
         Example(

@@ -67,14 +67,14 @@ class Known:
         weights = components(ledger, last, weights_only=True)
         consumed = [c.w for c in ledger.contractions if c.node <= last]
         produced = [ids for ids, node in ledger.produced if node <= last]
-        return Known(axis, colour, _spread(weights, consumed) > 0, _spread(weights, produced) > 0)
+        return Known(axis, colour, _spread(weights, consumed), _spread(weights, produced))
 
 
-def _spread(group: Ints, labels: Sequence[Ints], size: int = 0) -> Ints:
-    """How many of these labels lie in the group of each label."""
-    hit = np.zeros(group.max() + 1, np.int64)
+def _spread(group: Ints, labels: Sequence[Ints]) -> Flags:
+    """Whether any of these labels lies in the group of each label."""
+    hit = np.zeros(group.max() + 1, bool)
     for ids in labels:
-        np.add.at(hit, group[ids[ids > 0]], 1)
+        hit[group[ids[ids > 0]]] = True
     return hit[group]
 
 
@@ -91,6 +91,7 @@ class Grouping:
     """
 
     last: int
+    known: Known
     vertex: Ints
     turn: Ints
     kind: Ints
@@ -161,10 +162,17 @@ class Grouping:
     def parents(self, space: int) -> list[tuple[int, Tensor]]:
         """The spaces of the blocks that a space lies in, outermost first, with index tables into
         the features of the space."""
-        own = np.flatnonzero(self.space == space)
-        own = own[np.argsort(self.member[own])]
-        label = self._label[own]
-        return [(s, table) for s, table in self.tables(label) if s != space]
+        return self._nested[space]
+
+    @functools.cached_property
+    def _nested(self) -> list[list[tuple[int, Tensor]]]:
+        """`parents` of every space."""
+        found = []
+        for space in range(len(self.sizes)):
+            own = np.flatnonzero(self.space == space)
+            own = own[np.argsort(self.member[own])]
+            found.append([(s, t) for s, t in self.tables(self._label[own]) if s != space])
+        return found
 
     @functools.cached_property
     def _label(self) -> Ints:
@@ -228,7 +236,7 @@ def group(
     free &= ~nesting.overlapping
     free &= np.bincount(nesting.cell)[nesting.cell] > 1
     rank = _rank(nesting, first)
-    return _number(last, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
+    return _number(last, known, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
 
 
 def _rank(nesting: Nesting, first: Ints) -> Ints:
@@ -340,6 +348,7 @@ def _nest(
 
 def _number(
     last: int,
+    known: Known,
     vertex: Ints,
     turn: Ints,
     nesting: Nesting,
@@ -378,7 +387,7 @@ def _number(
     child, parent = child[order], parent[order]
     starts = np.searchsorted(child, np.arange(n + 1))
     return Grouping(
-        last, vertex, turn, nesting.kind, rank,
+        last, known, vertex, turn, nesting.kind, rank,
         space, member, starts, space[parent], member[parent],
         tuple(sizes), tuple(blocks), tuple(of_blocks), nesting.overlapping, crossing,
     )  # fmt: skip

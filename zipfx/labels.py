@@ -19,7 +19,7 @@ gets its own colour), constants that vary along a feature axis, and per-channel 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,6 +146,23 @@ def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
     with np.errstate(over="ignore"):
         h = mix(mix(flat).view(np.int64) + np.arange(flat.shape[-1])).sum(-1, dtype=np.uint64)
     return narrow(place(as_fixed(h), dict(enumerate(kept)), fixed.ndim))
+
+
+def beyond(fixed: Iterable[Tensor], dims: Collection[int]) -> tuple[Tensor, ...]:
+    """What fixed slots still tell when everything along `dims` is taken together."""
+    rest = ((slot, support(slot) - set(dims)) for slot in fixed)
+    return tuple(project(slot, keep) for slot, keep in rest if keep)
+
+
+def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:
+    """Labels whose dims have moved into a frame of ndim dims: `at` maps old to new."""
+    shape = [1] * ndim
+    for d, to in at.items():
+        shape[to] = lab.shape[d]
+    features, fixed = (
+        tuple(place(slot, at, ndim) for slot in slots) for slots in (lab.features, lab.fixed)
+    )
+    return Labels(tuple(shape), features, fixed, lab.kind)
 
 
 def by_value(t: Tensor) -> Labels:

@@ -237,18 +237,6 @@ class Ledger:
         ids = self._ids(slot)
         return 0 < len(ids) == slot.numel() and int(ids[0]) > 0
 
-    def unify(self, a: Tensor, b: Tensor, *, weights_only: bool) -> Tensor:
-        """Make the features of two slots one, elementwise after broadcasting; return the union."""
-        if a is b:
-            return a
-        u, v = broadcast(a, b)
-        both = (u > 0) & (v > 0) & (u != v)
-        if bool(both.any()):
-            codes = torch.unique(u[both] * self.size + v[both]).numpy()
-            edge = Edge(codes // self.size, codes % self.size, self.node, weights_only)
-            self.edges.append(edge)
-        return torch.where(u > 0, u, v)
-
     def block(self, slot: Tensor, dims: Iterable[int], fixed: Sequence[Tensor] = ()) -> Tensor:
         """What is taken together over `dims`, symmetrically: one block per index along the rest.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import fx
 
-from zipfx.group import Flags, Grouping, Known
+from zipfx.group import Flags, Grouping
 from zipfx.interpret import Facts
 from zipfx.ledger import Ledger
 from zipfx.places import find_places
@@ -24,8 +24,7 @@ def find_spaces(
 
     held: labels that were pinned from outside, and why.
     """
-    ledger, last = facts.ledger, grouping.last
-    known = Known.learn(ledger, last)
+    ledger, last, known = facts.ledger, grouping.last, grouping.known
     axes: dict[int, list[Axis]] = {}
     tied: set[int] = set()
     for axis in ledger.axes:
@@ -64,7 +63,7 @@ def find_spaces(
         for s, size in enumerate(grouping.sizes)
     )
     variances = frozenset(name for name, node in ledger.variances if node <= last)
-    return SpaceMap(spaces, _pinned(ledger, known, grouping, held or {}), facts.notes, variances)
+    return SpaceMap(spaces, _pinned(ledger, grouping, held or {}), facts.notes, variances)
 
 
 def _names(axes: list[list[Axis]], of_blocks: tuple[bool, ...]) -> list[str]:
@@ -78,10 +77,8 @@ def _names(axes: list[list[Axis]], of_blocks: tuple[bool, ...]) -> list[str]:
     return names
 
 
-def _pinned(
-    ledger: Ledger, known: Known, grouping: Grouping, held: Mapping[int, str]
-) -> tuple[Pinned, ...]:
-    last, vertex = grouping.last, grouping.vertex
+def _pinned(ledger: Ledger, grouping: Grouping, held: Mapping[int, str]) -> tuple[Pinned, ...]:
+    last, vertex, known = grouping.last, grouping.vertex, grouping.known
     seen = np.zeros(len(grouping.kind), bool)
     for ids, node in (*ledger.alive, *((c.w, c.node) for c in ledger.contractions)):
         if node <= last:
@@ -100,16 +97,17 @@ def _pinned(
         key = axis.name, axis.dim, reason
         counts[key] = counts.get(key, 0) + 1
     pinned = [Pinned(name, dim, n, reason) for (name, dim, reason), n in counts.items()]
-    return (*pinned, *_ordered(ledger, known, grouping, stay))
+    return (*pinned, *_ordered(ledger, grouping, stay))
 
 
-def _ordered(ledger: Ledger, known: Known, grouping: Grouping, stay: Flags) -> list[Pinned]:
+def _ordered(ledger: Ledger, grouping: Grouping, stay: Flags) -> list[Pinned]:
     """Axes whose features move, but only as whole blocks."""
     found: dict[tuple[str, int, str], set[int]] = {}
     for ids, node, reason in ledger.blocks:
         if node <= grouping.last:
             for label in ids[ids > 0].tolist():
-                if not stay[grouping.vertex[label]] and known.axis[label] >= 0:
-                    axis = ledger.axes[known.axis[label]]
+                axis_of = grouping.known.axis[label]
+                if not stay[grouping.vertex[label]] and axis_of >= 0:
+                    axis = ledger.axes[axis_of]
                     found.setdefault((axis.name, axis.dim, reason), set()).add(label)
     return [Pinned(name, dim, len(ids), reason) for (name, dim, reason), ids in found.items()]

@@ -125,13 +125,13 @@ class _State:
         for end, salt in ((self.a, 1), (self.b, 2)):
             told = mix(self.role.view(np.int64) ^ mix(3 * self.kind[end] + salt).view(np.int64))
             self.role = np.where(joined[end], told, self.role)
-        new = group
-        colour, overlapping = np.zeros(new.max() + 1, np.uint64), np.zeros(new.max() + 1, bool)
-        np.add.at(colour, new, self.colour)
-        np.logical_or.at(overlapping, new, self.overlapping)
+        count = group.max() + 1
+        colour, overlapping = np.zeros(count, np.uint64), np.zeros(count, bool)
+        np.add.at(colour, group, self.colour)
+        np.logical_or.at(overlapping, group, self.overlapping)
         self.colour, self.overlapping = colour, overlapping
-        self.vertex, self.a, self.b = new[self.vertex], new[self.a], new[self.b]
-        low, high = new[self.settled >> 32], new[self.settled & 0xFFFFFFFF]
+        self.vertex, self.a, self.b = group[self.vertex], group[self.a], group[self.b]
+        low, high = group[self.settled >> 32], group[self.settled & 0xFFFFFFFF]
         self.settled = self.code(low, high)
 
     def refine(self) -> Ints:

@@ -51,8 +51,9 @@ def match_spaces(
     """
     matched: Matched = {}
     held: dict[str, Statistics] = {}
+    seen = observed(spaces)
     for space in spaces:
-        inner = [s for s in observed(spaces) if _lies_in(s, space)]
+        inner = [s for s in seen if _lies_in(s, space)]
         if take is None:
             sizes = (space.size,) * models
             by_position = torch.arange(space.size).repeat(models)

@@ -41,8 +41,9 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                     node.name, dims, index, s in readers.get(i, ()), blurred, own=s in own,
                     mixed=index.shape[1] > 1 and grouping.mixes(s, *slots), after=after.get(i),
                 )  # fmt: skip
-                if place.own or i not in places.setdefault(s, {}):
-                    places.setdefault(s, {})[i] = place
+                mine = places.setdefault(s, {})
+                if place.own or i not in mine:
+                    mine[i] = place
     for s, found in places.items():  # features of data are observed in data
         data = {i: place for i, place in found.items() if facts.nodes[i].kind == Kind.DATA}
         places[s] = data or found

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, broadcast, place, project, support
+from zipfx.labels import Kind, Labels, beyond, broadcast, placed, project, support
 from zipfx.ledger import Contraction, Ledger
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.pointwise import combine, join, meet
+from zipfx.rules.pointwise import join, meet, not_elementwise, reduce
 
 
 def contract(
@@ -23,16 +23,8 @@ def contract(
     no longer vary along k.
     """
     ndim = 1 + max(*dims[0].values(), *dims[1].values())
-    shape = [1] * ndim
-    framed = []
+    framed = [placed(lab, at, ndim) for lab, at in zip((x, w), dims, strict=True)]
     shared = set(dims[0].values()) & set(dims[1].values())
-    for lab, at in zip((x, w), dims, strict=True):
-        for d, to in at.items():
-            shape[to] = max(shape[to], lab.shape[d])
-        features, fixed = (
-            tuple(place(s, at, ndim) for s in slots) for slots in (lab.features, lab.fixed)
-        )
-        framed.append(replace(lab, shape=tuple(shape), features=features, fixed=fixed))
     left, right = (
         _parted(ledger, lab, other, shared - {k}, k) for lab, other in (framed, framed[::-1])
     )
@@ -45,24 +37,11 @@ def contract(
                         ledger.colour(*broadcast(f, seen))
     _note_reading(ledger, left, right, k)
     slots = _product(ledger, left, right)
-    blocks = [
-        ledger.block(s, {k}, (*left.fixed, *right.fixed))
-        for s in slots
-        if k in support(s) and support(s) - {k}
-    ]
-    others = [s for s in slots if k not in support(s)]
+    fixed = (*left.fixed, *right.fixed)
+    shape = list(torch.broadcast_shapes(left.shape, right.shape))
     shape[k] = 1
-    return Labels(
-        tuple(shape),
-        combine(ledger, others, blocks),
-        tuple(_without(s, k) for lab in framed for s in lab.fixed if support(s) - {k}),
-        max(x.kind, w.kind),
-    )
-
-
-def _without(fixed: Tensor, k: int) -> Tensor:
-    """What a coordinate still tells when everything along k has been summed."""
-    return project(fixed, support(fixed) - {k}) if k in support(fixed) else fixed
+    features = reduce(ledger, slots, {k}, fixed)
+    return Labels(tuple(shape), features, beyond(fixed, {k}), max(x.kind, w.kind))
 
 
 def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
@@ -88,11 +67,9 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
 
 def _product(ledger: Ledger, left: Labels, right: Labels) -> list[Tensor]:
     """The slots of a product; a weight that meets data here is read, not elementwise."""
-    had = "elementwise" in ledger.traits.get(ledger.node, ())
     slots = [(s, left.kind) for s in left.features]
-    slots = meet(ledger, slots, right.features, right.kind, (*left.fixed, *right.fixed))
-    if not had:
-        ledger.traits.get(ledger.node, set()).discard("elementwise")
+    with not_elementwise(ledger):
+        slots = meet(ledger, slots, right.features, right.kind, (*left.fixed, *right.fixed))
     return [s for s, _ in slots]
 
 
@@ -141,11 +118,8 @@ def without(lab: Labels, dim: int, shape: tuple[int, ...]) -> Labels:
 
 def add_bias(ledger: Ledger, product: Labels, bias: Labels) -> Labels:
     """A bias belongs to what makes the features: it does not meet features of the input."""
-    had = "elementwise" in ledger.traits.get(ledger.node, ())
-    result = join(ledger, [product, bias], product.shape)
-    if not had:
-        ledger.traits.get(ledger.node, set()).discard("elementwise")
-    return result
+    with not_elementwise(ledger):
+        return join(ledger, [product, bias], product.shape)
 
 
 @rule("mm", "addmm", "_addmm_activation")
@@ -197,15 +171,9 @@ def _bilinear(call: Call) -> Labels:
     ledger, operands = call.ledger, []
     ndim = call.arg("i1").ndim + len(call.arg("expand1"))
     for i in (1, 2, 3):
-        lab, inserted = call.labels(f"i{i}"), set(call.arg(f"expand{i}"))
+        inserted = set(call.arg(f"expand{i}"))
         at = dict(enumerate(d for d in range(ndim) if d not in inserted))
-        features, fixed = (
-            tuple(place(s, at, ndim) for s in slots) for slots in (lab.features, lab.fixed)
-        )
-        shape = [1] * ndim
-        for d, to in at.items():
-            shape[to] = lab.shape[d]
-        operands.append(Labels(tuple(shape), features, fixed, lab.kind))
+        operands.append(placed(call.labels(f"i{i}"), at, ndim))
     summed = set(call.arg("sumdim"))
     shapes = torch.broadcast_shapes(*(o.shape for o in operands))
     for o in operands:
@@ -217,19 +185,10 @@ def _bilinear(call: Call) -> Labels:
                 note_reading(ledger, s, [f for f in met if support(f) == support(s)])
     product = join(ledger, operands, shapes)
     ledger.trait("mixes")
-    blocks = [
-        ledger.block(s, summed, product.fixed)
-        for s in product.features
-        if support(s) & summed and support(s) - summed
-    ]
-    features = combine(ledger, [s for s in product.features if not support(s) & summed], blocks)
-    fixed = tuple(project(s, support(s) - summed) for s in product.fixed if support(s) - summed)
-    keep = [d for d in range(ndim) if d not in summed]
-    kept = {d: i for i, d in enumerate(keep)}
-    features, fixed = (
-        tuple(place(s, kept, len(keep)) for s in slots) for slots in (features, fixed)
-    )
-    return Labels(tuple(call.result.shape), features, fixed, product.kind)
+    features = reduce(ledger, product.features, summed, product.fixed)
+    left = Labels(shapes, features, beyond(product.fixed, summed), product.kind)
+    keep = {d: i for i, d in enumerate(d for d in range(ndim) if d not in summed)}
+    return placed(left, keep, len(keep))
 
 
 @rule("embedding")

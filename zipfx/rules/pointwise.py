@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -68,14 +69,30 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
     return result
 
 
-def combine(
-    ledger: Ledger, slots: Sequence[Tensor], blocks: Sequence[Tensor]
+def reduce(
+    ledger: Ledger, slots: Sequence[Tensor], dims: Collection[int], fixed: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The slots of one tensor and new blocks among them; those that say nothing new are dropped."""
-    kept = [(slot, Kind.DATA) for slot in slots]
+    """What is left of a tensor's slots when everything along `dims` is taken together, symmetric.
+
+    Slots that lie elsewhere, and a block for every part of the others; nothing where all of an axis
+    takes part. fixed: the tensor's coordinates.
+    """
+    along = set(dims)
+    parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
+    blocks = [ledger.block(slot, along, fixed) for slot in parts]
+    kept = [(slot, Kind.DATA) for slot in slots if not support(slot) & along]
     for block in blocks:
         kept = meet(ledger, kept, [block], Kind.DATA)
     return tuple(slot for slot, _ in kept)
+
+
+@contextmanager
+def not_elementwise(ledger: Ledger) -> Iterator[None]:
+    """A weight that meets data inside is read, or added to what it makes: no elementwise weight."""
+    had = "elementwise" in ledger.traits.get(ledger.node, ())
+    yield
+    if not had:
+        ledger.traits.get(ledger.node, set()).discard("elementwise")
 
 
 def _trailing(lab: Labels, ndim: int) -> dict[int, int]:

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from zipfx.labels import Kind, Labels, broadcast, place, positions, project, support, vector
+from zipfx.labels import (
+    Kind,
+    Labels,
+    beyond,
+    broadcast,
+    place,
+    placed,
+    positions,
+    project,
+    support,
+    vector,
+)
 from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.contraction import add_bias, contract, note_reading, produce, without
@@ -27,8 +38,7 @@ def _convolution(call: Call) -> Labels:
     _pin_kernel(ledger, w, kernel)
     slides = {d for d in kernel if not _still(call, d - 2, w.shape[d])}
     x = slide(ledger, x, slides)
-    left = tuple(project(s, support(s) - slides) for s in x.fixed if support(s) - slides)
-    x = replace(x, fixed=left)
+    x = replace(x, fixed=beyond(x.fixed, slides))
     product = (
         _whole(ledger, x, w, transposed)
         if groups == 1
@@ -43,12 +53,7 @@ def _convolution(call: Call) -> Labels:
     bias = call.arg("bias")
     if bias is None:
         return product
-    b = call.of(bias)
-    features, fixed = (
-        tuple(place(s, {0: 0}, ndim - 1) for s in slots) for slots in (b.features, b.fixed)
-    )
-    b = Labels((shape[1], *[1] * (ndim - 2)), features, fixed, b.kind)
-    return add_bias(ledger, product, b)
+    return add_bias(ledger, product, placed(call.of(bias), {0: 0}, ndim - 1))
 
 
 def _still(call: Call, i: int, width: int) -> bool:
@@ -116,7 +121,7 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
         place(made.reshape(-1), {0: 1}, ndim),
     )
     fixed = (
-        *(project(s, support(s) - {1}) for s in x.fixed if support(s) - {1}),
+        *beyond(x.fixed, {1}),
         *(place(s, {0: 1}, ndim) for s in flat.fixed if not transposed and support(s) == {0}),
     )
     return Labels(x.shape, features, fixed, max(x.kind, w.kind))
@@ -185,7 +190,7 @@ def _pool(call: Call) -> Any:
     y = Labels(
         shape,
         tuple(carried(x.features, keep, ndim)),
-        (*(project(s, support(s) - spatial) for s in x.fixed if support(s) - spatial), *pixels),
+        (*beyond(x.fixed, spatial), *pixels),
         x.kind,
     )
     return (y,) * len(call.result) if isinstance(call.result, tuple) else y
@@ -206,10 +211,7 @@ def _fold(call: Call) -> Labels:
             s = ledger.collapse(parts, {batch + 1}, reason).squeeze(batch + 1)
         if support(s):
             features.append(place(s, {d: d for d in range(batch + 1)}, len(shape)))
-    fixed = [
-        place(project(s, support(s) - {batch, batch + 1}), {0: 0}, len(shape))
-        for s in x.fixed
-        if support(s) - {batch, batch + 1}
-    ]
+    left = beyond(x.fixed, {batch, batch + 1})
+    fixed = [place(s, {0: 0}, len(shape)) for s in left]
     pixels = positions(shape, {batch + 1, batch + 2})
     return Labels(shape, tuple(features), (*fixed, *pixels), x.kind)

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, place, positions, project, support
+from zipfx.labels import Labels, beyond, place, placed, positions, support
 from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.pointwise import combine, join
+from zipfx.rules.pointwise import join, reduce
 
 
 def _normalise(
@@ -34,10 +34,7 @@ def _normalise(
     for t, at in params:
         if t is not None:
             lab = call.of(t)
-            shape = tuple([1] * at + list(lab.shape) + [1] * (ndim - at - len(lab.shape)))
-            dims_of = {i: at + i for i in range(len(lab.shape))}
-            f, p = (tuple(place(s, dims_of, ndim) for s in g) for g in (lab.features, lab.fixed))
-            operands.append(Labels(shape, f, p, lab.kind))
+            operands.append(placed(lab, {i: at + i for i in range(len(lab.shape))}, ndim))
     return join(ledger, operands, x.shape)
 
 
@@ -46,12 +43,9 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
 
     Returns what is left after a reduction over `dims`: the blocks, and features that lie elsewhere.
     """
-    taken = [slot for slot in x.features if support(slot) & dims]
-    if taken:
+    if any(support(slot) & dims for slot in x.features):
         ledger.trait("mixes")
-    blocks = [ledger.block(slot, dims, x.fixed) for slot in taken if support(slot) - dims]
-    others = [slot for slot in x.features if not support(slot) & dims]
-    return replace(x, features=combine(ledger, others, blocks))
+    return replace(x, features=reduce(ledger, x.features, dims, x.fixed))
 
 
 @rule(
@@ -166,7 +160,7 @@ def _reduce(call: Call) -> Any:
     out = {d: (d if same else i) for i, d in enumerate(keep)}
     ndim = len(x.shape) if same else len(keep)
     shape = tuple(first(call.result).shape)
-    fixed = [place(project(s, keep), out, ndim) for s in x.fixed if support(s) & set(keep)]
+    fixed = [place(s, out, ndim) for s in beyond(x.fixed, reduced)]
     y = Labels(shape, tuple(carried(x.features, out, ndim)), tuple(fixed), x.kind)
     if not isinstance(call.result, tuple):
         return y
