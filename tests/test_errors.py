@@ -228,7 +228,7 @@ def test_broken_batch_is_found_whichever_it_is() -> None:
     [
         (
             {"matcher": "zipp"},
-            r"no matcher 'zipp'; did you mean 'zip'\? Known: identity, permute, zip",
+            r"no matcher 'zipp'; did you mean 'zip'\? Known: identity, kmeans, optimal",
         ),
         ({"matcher": 7}, r"the matcher is a int: pass one of"),
         ({"matcher": zipfx.Zip}, r"the matcher is the class Zip: pass an instance"),

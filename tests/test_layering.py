@@ -11,12 +11,13 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors table statistics matrices match.protocol match.identity match.permute match.zip match
+    errors table statistics matrices match.protocol match.identity match.permute match.greedy
+    match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched tracers trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting group places mapping verify analyze calibrate correspond observe fuse pairing
-    heads rewrite assemble repair report zip
+    weigh heads rewrite assemble repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

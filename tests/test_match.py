@@ -390,7 +390,10 @@ def test_resolve() -> None:
 @pytest.mark.parametrize(
     ("matcher", "message"),
     [
-        ("Permut", r"no matcher 'Permut'; did you mean 'permute'\? Known: identity, permute, zip"),
+        (
+            "Permut",
+            r"no matcher 'Permut'; did you mean 'permute'\? Known: identity, kmeans, optimal",
+        ),
         ("xyz", r"no matcher 'xyz'\. Known: identity"),
         (Zip, r"the matcher is the class Zip: pass an instance"),
         (3, r"the matcher is a int: pass one of identity, permute, zip, or a callable"),

@@ -5,8 +5,8 @@ merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 
 from zipfx.analyze import analyze
 from zipfx.errors import ZipError
-from zipfx.match import Identity, Matcher, Permute, Zip
-from zipfx.matrices import Matching
+from zipfx.match import SVD, Identity, KMeans, Matcher, Optimal, Permute, Weights, Zip
+from zipfx.matrices import Linear, Matching
 from zipfx.report import Report
 from zipfx.rewrite import head
 from zipfx.rules import register_rule
@@ -15,11 +15,15 @@ from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
 __all__ = [
+    "SVD",
     "Axis",
     "Identity",
+    "KMeans",
+    "Linear",
     "Matcher",
     "Matching",
     "NodeInfo",
+    "Optimal",
     "Permute",
     "Pinned",
     "Place",
@@ -28,6 +32,7 @@ __all__ = [
     "Space",
     "SpaceMap",
     "Statistics",
+    "Weights",
     "Zip",
     "ZipError",
     "analyze",

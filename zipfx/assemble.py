@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from zipfx.analyze import Analysis, run_analysis
 from zipfx.correspond import counterparts, same_graph, tensors_at
 from zipfx.errors import ZipError
-from zipfx.fuse import AxisMap, fuse, fuse_variance, plan
+from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
-from zipfx.matrices import Matching, Pairs
+from zipfx.matrices import Merge, Pairs
 from zipfx.rewrite import (
     HEADS,
     MergedModule,
@@ -36,7 +36,7 @@ class Assembly:
 
     modules: Sequence[fx.GraphModule]
     analysis: Analysis
-    matched: Mapping[str, tuple[Matching, Pairs]]
+    matched: Mapping[str, tuple[Merge, Pairs]]
     inputs: tuple[Any, ...]
 
     def full(self) -> tuple[MergedModule, list[HeadPlan], list[str]]:
@@ -123,7 +123,7 @@ class Assembly:
         shapes = {name: t.shape for name, t in known.items()}
         matchings = {name: matching for name, (matching, _) in self.matched.items()}
         maps = plan(list(analysis.spaces), matchings, shapes, len(modules))
-        blank: list[list[AxisMap]] = [[] for _ in modules]
+        blank: list[list[Move]] = [[] for _ in modules]
 
         def value(path: str, t: Tensor) -> Tensor:
             tensors = corresponding.get(id(t), [t])
@@ -136,7 +136,7 @@ class Assembly:
 
         return value
 
-    def _parts(self, name: str) -> list[tuple[Space, Axis, Matching, Pairs]]:
+    def _parts(self, name: str) -> list[tuple[Space, Axis, Merge, Pairs]]:
         return [
             (s, axis, *self.matched[s.name])
             for s in self.analysis.spaces
@@ -159,7 +159,7 @@ class Assembly:
             plans.append(plan_head(module, facts, found, by_index, k))
         return plans
 
-    def _translate(self, other: Analysis) -> dict[int, Matching]:
+    def _translate(self, other: Analysis) -> dict[int, Merge]:
         """Matchings by the space indices of another model's analysis of the same trunk."""
         last = self.analysis.grouping.last
         names: dict[str, str] = {}

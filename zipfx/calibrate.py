@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import random
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError
@@ -183,3 +184,43 @@ def example_arguments(
         ) from error
     bound.apply_defaults()
     return (*bound.args, *bound.kwargs.values())
+
+
+def guessed_input(model: nn.Module) -> Tensor:
+    """Two random samples of a shape that the model takes, going by its first weight.
+
+    Raises:
+        ZipError: none of those tried is taken.
+    """
+    found: Any = (m for m in model.modules() if isinstance(m, tuple(_SHAPES)))
+    layer = next(found, None)
+    tried = []
+    if layer is not None:
+        parameter = next(layer.parameters())
+        shapes = next(shapes for kind, shapes in _SHAPES.items() if isinstance(layer, kind))
+        for shape in shapes(layer):
+            tried.append((2, *shape))
+            x = torch.zeros(tried[-1], device=parameter.device)
+            x = x.long() if isinstance(layer, nn.Embedding) else x.to(parameter.dtype).normal_()
+            try:
+                copy.deepcopy(model).eval()(x)
+            except Exception:  # too small, or of another rank: in many ways
+                continue
+            return x
+    raise ZipError(
+        f"no data to analyse the model with, and it takes none of the shapes {tried}; pass "
+        "example_inputs=..."
+    )
+
+
+def _images(layer: Any) -> list[tuple[int, ...]]:
+    sides = (32, 64, 96, 224, 256)
+    return [(layer.in_channels, *[side] * len(layer.kernel_size)) for side in sides]
+
+
+_SHAPES: dict[type[nn.Module], Callable[[Any], list[tuple[int, ...]]]] = {
+    nn.modules.conv._ConvNd: _images,
+    nn.Linear: lambda layer: [(layer.in_features,), (16, layer.in_features)],
+    nn.RNNBase: lambda layer: [(16, layer.input_size)],
+    nn.Embedding: lambda layer: [(16,)],
+}

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zipfx.matrices import Matching, Pairs
+from zipfx.matrices import (
+    Matching,
+    Merge,
+    Pairs,
+    merge_of,
+    merged_variance,
+    unmerge_of,
+)
 from zipfx.spaces import Axis, Role, Space, by_rows
 
 
@@ -48,6 +55,48 @@ class AxisMap:
         return by_rows(values, self.dim, self.by, self.parts, shape)
 
 
+@dataclass(frozen=True)
+class AxisMatrix:
+    """Features of a space on one axis, multiplied by a dense matrix.
+
+    index: (size, occurrences) int64, as in `Axis`; matrix: (size, size) float64, column j what
+    becomes of feature j: K M_k for a merged axis, U_k^T for a read one; by, parts: as in `Axis`.
+
+    >>> swap = AxisMatrix(0, torch.tensor([[0], [2]]), torch.tensor([[0.0, 1], [1, 0]]).double())
+    >>> swap.apply(torch.tensor([1.0, 2.0, 3.0]).double())
+    tensor([3., 2., 1.], dtype=torch.float64)
+    """
+
+    dim: int
+    index: Tensor
+    matrix: Tensor
+    by: int = -1
+    parts: int = 1
+
+    def apply(self, t: Tensor) -> Tensor:
+        """Mix the slices of `t` along `dim`; those of other features stay."""
+        index, matrix = self.index.to(t.device), self.matrix.to(t.device, t.dtype)
+        x: Tensor = columns(t, self.dim, self.by, self.parts).clone()
+        x[..., index.flatten()] = torch.einsum("...no,mn->...mo", x[..., index], matrix).flatten(-2)
+        rows: Tensor = x
+        if self.by < 0:
+            return rows.movedim(-1, self.dim)
+        rows = x.unflatten(-1, (self.parts, -1)).movedim(-2, -3).flatten(-3, -2)
+        return rows.movedim((-2, -1), (self.by, self.dim))
+
+
+def columns(t: Tensor, dim: int, by: int = -1, parts: int = 1) -> Tensor:
+    """What one axis has at each of its indices, (..., d); of an axis `by` the rows, of all parts
+    of them, (..., rows of a part, parts * d)."""
+    if by < 0:
+        return t.movedim(dim, -1)
+    apart: Tensor = t.movedim((by, dim), (-2, -1)).unflatten(-2, (parts, -1))
+    return apart.movedim(-3, -2).flatten(-2)
+
+
+Move = AxisMap | AxisMatrix
+
+
 def axis_map(
     size: int,
     dim: int,
@@ -72,38 +121,79 @@ def axis_map(
     return AxisMap(dim, target, scale, by, parts)
 
 
+def read_maps(
+    size: int,
+    dim: int,
+    reads: Sequence[tuple[Tensor, Merge]],
+    k: int,
+    by: int = -1,
+    parts: int = 1,
+) -> list[Move]:
+    """What the columns of an axis of model k need in order to read merged features, U_k.
+
+    reads: (index table, merge) of each space on the axis.
+    """
+    return _maps(size, dim, [(index, merge, True) for index, merge in reads], k, by, parts)
+
+
+def _maps(
+    size: int,
+    dim: int,
+    uses: Sequence[tuple[Tensor, Merge, bool]],
+    k: int,
+    by: int = -1,
+    parts: int = 1,
+) -> list[Move]:
+    """The maps of one axis of model k; uses: (index table, merge, whether it is read)."""
+    merges: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    dense: list[Move] = []
+    for index, merge, read in uses:
+        if is_pattern(merge, read):
+            assert isinstance(merge, Matching)
+            merges.append((index, merge.of(k), None if read else _share(merge, k)))
+        else:
+            matrix = unmerge_of(merge, k).T if read else merge_of(merge, k) * len(merge.sizes)
+            dense.append(AxisMatrix(dim, index, matrix, by, parts))
+    return [axis_map(size, dim, merges, by, parts), *dense]
+
+
+def is_pattern(merge: Merge, read: bool) -> bool:
+    """Whether M (or U, where features are read) only averages (or copies) whole features."""
+    return isinstance(merge, Matching) and not (read and merge.unmerge is not None)
+
+
 def plan(
     spaces: Sequence[Space],
-    matchings: Mapping[str, Matching],
+    merges: Mapping[str, Merge],
     shapes: Mapping[str, torch.Size],
     models: int,
-) -> dict[str, list[list[AxisMap]]]:
+) -> dict[str, list[list[Move]]]:
     """For every parameter that a space touches: for each model, the maps of its axes."""
-    found: dict[tuple[str, int, int], list[tuple[Axis, Matching]]] = {}
+    found: dict[tuple[str, int, int], list[tuple[Axis, Merge]]] = {}
     for space in spaces:
         for axis in space.axes:
             key = axis.parameter, axis.dim, -axis.parts  # parts of the rows before the rows move
             if not axis.implied:
-                found.setdefault(key, []).append((axis, matchings[space.name]))
-    maps: dict[str, list[list[AxisMap]]] = {}
+                found.setdefault(key, []).append((axis, merges[space.name]))
+    maps: dict[str, list[list[Move]]] = {}
     for name, dim, parts in sorted(found, key=lambda key: key[2]):
         group = found[name, dim, parts]
         rows = maps.setdefault(name, [[] for _ in range(models)])
         size, by = shapes[name][dim] * -parts, group[0][0].by
+        uses = [(axis.index, m, axis.role == Role.CONSUMES) for axis, m in group]
         for k in range(models):
-            merges = [
-                (axis.index, m.of(k), None if axis.role == Role.CONSUMES else _share(m, k, models))
-                for axis, m in group
-            ]
-            rows[k].append(axis_map(size, dim, merges, by, -parts))
+            rows[k] += _maps(size, dim, uses, k, by, -parts)
+    for rows in maps.values():  # matrices come last: they are those of the blocks at a new place
+        for mine in rows:
+            mine.sort(key=lambda move: isinstance(move, AxisMatrix))
     return maps
 
 
-def _share(matching: Matching, k: int, models: int) -> Tensor:
-    return models / matching.counts.double()[matching.of(k)]
+def _share(matching: Matching, k: int) -> Tensor:
+    return len(matching.sizes) / matching.counts.double()[matching.of(k)]
 
 
-def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[AxisMap]]) -> Tensor:
+def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[Move]]) -> Tensor:
     """One parameter from K corresponding ones, computed in float64, returned in their dtype.
 
     >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0], [3.0]])
@@ -122,7 +212,7 @@ def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[AxisMap]]) -> Tensor
 
 
 def fuse_variance(
-    tensors: Sequence[Tensor], parts: Sequence[tuple[Space, Axis, Matching, Pairs]]
+    tensors: Sequence[Tensor], parts: Sequence[tuple[Space, Axis, Merge, Pairs]]
 ) -> Tensor:
     """Running variance of merged features, diag(M Sigma M^T) (design, section 3).
 
@@ -130,19 +220,13 @@ def fuse_variance(
     observed covariance, which may be of another place of the space.
     """
     std = [t.detach().double().clamp(min=0).sqrt().cpu() for t in tensors]
-    blocks = [(axis, m) for space, axis, m, _ in parts if space.of_blocks]
+    blocks = [(axis.index, merge) for space, axis, merge, _ in parts if space.of_blocks]
     for k, t in enumerate(std):
-        merges = [(axis.index, m.of(k), None) for axis, m in blocks]
-        std[k] = axis_map(len(t), 0, merges).apply(t)
+        for move in read_maps(len(t), 0, blocks, k):
+            std[k] = move.apply(std[k])
     result = torch.stack(std).mean(0).square()
-    for space, axis, matching, pairs in parts:
-        if space.of_blocks:
-            continue
-        groups, counts = matching.assignment, matching.counts.double()
-        for where in axis.index.T:
-            s = torch.cat([t[where] for t in std])
-            both = s[pairs.first] * s[pairs.second] * pairs.correlation
-            total = torch.zeros(matching.merged, dtype=torch.float64)
-            total.index_add_(0, groups, s.square()).index_add_(0, groups[pairs.first], both)
-            result[where] = (total / counts.square()).clamp(min=0)
+    for space, axis, merge, pairs in parts:
+        if not space.of_blocks:
+            for where in axis.index.T:
+                result[where] = merged_variance(merge, pairs, torch.cat([t[where] for t in std]))
     return result.to(tensors[0].device, tensors[0].dtype)

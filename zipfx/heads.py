@@ -18,11 +18,11 @@ from torch import Tensor, fx
 
 from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
-from zipfx.fuse import AxisMap, axis_map
+from zipfx.fuse import AxisMap, Move, is_pattern, read_maps
 from zipfx.group import Flags, Grouping
 from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
-from zipfx.matrices import Matching
+from zipfx.matrices import Matching, Merge
 from zipfx.trace import named_tensors
 
 T = TypeVar("T")
@@ -30,10 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unmerge:
-    """Restore one model's features: select `index` (d,) along `dims`, flattened in this order."""
+    """Restore one model's features along `dims`, flattened in this order.
+
+    by: (d,) int64, the merged feature that each one is; or (d, d) float64, a matrix to multiply by.
+    """
 
     dims: tuple[int, ...]
-    index: Tensor
+    by: Tensor
 
 
 @dataclass
@@ -47,7 +50,7 @@ class HeadPlan:
     """
 
     nodes: list[int] = field(default_factory=list)
-    fused: dict[int, list[AxisMap]] = field(default_factory=dict)
+    fused: dict[int, list[Move]] = field(default_factory=dict)
     restored: dict[int, list[Unmerge]] = field(default_factory=dict)
     merged: set[int] = field(default_factory=set)
     edges: set[tuple[int, int]] = field(default_factory=set)
@@ -59,7 +62,7 @@ def plan_head(
     module: fx.GraphModule,
     facts: Facts,
     grouping: Grouping,
-    matchings: Mapping[int, Matching],
+    matchings: Mapping[int, Merge],
     k: int,
 ) -> HeadPlan:
     """Decide for model k where U goes; matchings: by space index of the grouping."""
@@ -79,7 +82,7 @@ class _Planner:
         module: fx.GraphModule,
         facts: Facts,
         grouping: Grouping,
-        matchings: Mapping[int, Matching],
+        matchings: Mapping[int, Merge],
         k: int,
     ) -> None:
         self.module, self.grouping = module, grouping
@@ -99,9 +102,7 @@ class _Planner:
         # of its own
         late = [(j, i) for j, i, _ in facts.rewritten if j > self.last]
         self.restless = {i for pair in late for i in pair}
-        self.moves = {
-            s for s, m in matchings.items() if not torch.equal(m.of(k), torch.arange(len(m.of(k))))
-        }
+        self.moves = {s for s, merge in matchings.items() if not _in_place(merge, k)}
 
     def plan(self) -> HeadPlan:
         refused: set[int] = set()  # weights that can not take U at every use take it at none
@@ -258,9 +259,7 @@ class _Planner:
         nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
         return [t for n in nodes for t in tensors_at(self.module, n)]
 
-    def _absorb(
-        self, i: int, merged: list[int], refused: set[int]
-    ) -> dict[int, list[AxisMap]] | None:
+    def _absorb(self, i: int, merged: list[int], refused: set[int]) -> dict[int, list[Move]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
         if not merged or node.op == "output" or i in self.restless:
@@ -280,17 +279,17 @@ class _Planner:
             return None
         if self._crosses(i) or not self._treats_alike(i):
             return None
-        maps: dict[int, list[AxisMap]] = {}
+        maps: dict[int, list[Move]] = {}
         for c in self.contractions.get(i, ()):
             if any(self._moved(x) for x in c.x):
                 found = self._columns(c.w, c.x)
                 if found is None or found[0] in refused:
                     return None
-                maps.setdefault(found[0], []).append(found[1])
+                maps.setdefault(found[0], []).extend(found[1])
         return maps
 
-    def _columns(self, w: Ints, x: Sequence[Ints]) -> tuple[int, AxisMap] | None:
-        """The unmerge of the axis with labels w, which reads the features x: (weight id, map)."""
+    def _columns(self, w: Ints, x: Sequence[Ints]) -> tuple[int, list[Move]] | None:
+        """The unmerge of the axis with labels w, which reads the features x: (weight id, maps)."""
         for axis in self.facts.ledger.axes:
             if axis.start <= w[0] < axis.stop:
                 if (
@@ -298,21 +297,19 @@ class _Planner:
                     or (w != np.arange(axis.start, axis.stop)).any()
                 ):
                     return None
-                found = self._unmerge_map(x, len(w), axis.dim, axis.by, axis.parts)
+                found = self._unmerge(x, len(w), axis.dim, axis.by, axis.parts)
                 part = torch.arange(len(w)) // axis.size
-                if axis.by >= 0 and not torch.equal(found.target // axis.size, part):
+                blocks = [m.target // axis.size for m in found if isinstance(m, AxisMap)]
+                if axis.by >= 0 and any(not torch.equal(b, part) for b in blocks):
                     return None  # whole groups have moved, but the rows of a head have not
                 return self.named[axis.name], found
         return None
 
-    def _unmerge_map(
+    def _unmerge(
         self, labels: Sequence[Ints], size: int, dim: int, by: int = -1, parts: int = 1
-    ) -> AxisMap:
-        merges = [
-            (index, self.matchings[s].of(self.k), None)
-            for s, index in self.grouping.tables(*labels)
-        ]
-        return axis_map(size, dim, merges, by, parts)
+    ) -> list[Move]:
+        reads = [(index, self.matchings[s]) for s, index in self.grouping.tables(*labels)]
+        return read_maps(size, dim, reads, self.k, by, parts)
 
     def _restore(self, j: int, i: int, plan: HeadPlan) -> None:
         fact = self.facts.nodes[j]
@@ -324,7 +321,24 @@ class _Planner:
         unmerges = []
         for dims, slots in overlapping(fact.values[0].features):
             if any(self._moved(labels) for labels in slots):
-                target = self._unmerge_map(slots, len(slots[0]), 0).target
-                unmerges.append(Unmerge(dims, target))
+                moves = self._unmerge(slots, len(slots[0]), 1)
+                unmerges.append(Unmerge(dims, _together(moves, len(slots[0]))))
         plan.restored[j] = unmerges
         plan.edges.add((j, i))
+
+
+def _in_place(merge: Merge, k: int) -> bool:
+    """Whether the features of model k stay where they are."""
+    if not isinstance(merge, Matching) or not is_pattern(merge, read=True):
+        return False
+    return torch.equal(merge.of(k), torch.arange(merge.sizes[k]))
+
+
+def _together(moves: Sequence[Move], size: int) -> Tensor:
+    """Several maps of one axis as an index, or as a matrix where one of them is dense."""
+    if len(moves) == 1 and isinstance(moves[0], AxisMap):
+        return moves[0].target
+    matrix = torch.eye(size, dtype=torch.float64)
+    for move in moves:
+        matrix = move.apply(matrix)
+    return matrix

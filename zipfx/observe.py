@@ -7,6 +7,7 @@ computed it, so that an activation dies as early as in its own model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -18,7 +19,7 @@ from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
 from zipfx.spaces import Place, Space
-from zipfx.statistics import Statistics
+from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
 from zipfx.trace import clone_tensors
 
@@ -42,6 +43,7 @@ class Observer(nn.Module):
         index = place.index
         self.node, self.inner = place.node, place.inner
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
+        self.read = place.read
         self.models, (self.size, self.occurrences) = models, index.shape
         self.count = 0
         self.resolution = torch.finfo(torch.float32).eps
@@ -258,20 +260,45 @@ def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, obje
         ) from error
 
 
-def combine(observers: Sequence[Observer]) -> Statistics:
-    """Statistics of one space at several places as one: the mean of the correlations.
+def combine(
+    observers: Sequence[Observer], similarity: Similarity = "correlation", moment: bool = False
+) -> Statistics:
+    """Statistics of one space at several places as one: the mean of the similarities.
 
     A feature counts where it varies; it is constant only if it is constant everywhere.
+
+    Args:
+        similarity: what is averaged, as its place in the network scales it: correlations, cosines,
+            or covariances relative to the mean variance.
+        moment: keep the second moments where weights read the features, each place relative to its
+            mean power.
     """
     statistics = [observer.statistics() for observer in observers]
+    first, read = statistics[0], None
+    if moment:
+        reads = [s for s, o in zip(statistics, observers, strict=True) if o.read] or statistics[-1:]
+        read = sum((_scaled(s.second_moment()) for s in reads), torch.zeros_like(first.covariance))
     if len(statistics) == 1:
-        return statistics[0]
-    varies = torch.stack([(~s.constant).double() for s in statistics])
-    covariance = sum(
-        (s.correlation() * torch.outer(v, v) for s, v in zip(statistics, varies, strict=True)),
-        start=torch.zeros_like(statistics[0].covariance),
-    )
-    covariance.diagonal().copy_(varies.sum(0))
+        return replace(first, moment=read)
     mean = torch.stack([s.mean for s in statistics]).mean(0)
-    first = statistics[0]
-    return Statistics(first.count, mean, covariance, first.sizes, 0.0, trusted=True)
+    covariance = torch.zeros_like(first.covariance)
+    for s in statistics:
+        covariance += _scaled(s.covariance) if similarity == "covariance" else _alike(s, similarity)
+    if similarity == "cosine":
+        mean.zero_()  # they are in the cosines
+    return Statistics(first.count, mean, covariance, first.sizes, 0.0, trusted=True, moment=read)
+
+
+def _alike(statistics: Statistics, similarity: Similarity) -> Tensor:
+    """Correlations or cosines, 0 for features that have none, also on the diagonal."""
+    if similarity == "cosine":
+        power = statistics.covariance.diagonal() + statistics.mean.square()
+        found, known = statistics.cosine(), (power > 0).double()
+    else:
+        found, known = statistics.correlation(), (~statistics.constant).double()
+    return found.mul_(torch.outer(known, known))
+
+
+def _scaled(moments: Tensor) -> Tensor:
+    """Second moments in units of their mean diagonal entry."""
+    return moments / moments.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)

@@ -8,7 +8,7 @@ blocks, and inside every block they are matched by the chosen matcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from zipfx.errors import ZipError
 from zipfx.fuse import axis_map
 from zipfx.labels import Ints
 from zipfx.match import Identity, Matcher, Permute
-from zipfx.matrices import Matching, Pairs, joined_pairs
+from zipfx.matrices import Linear, Matching, Merge, Pairs, joined_pairs
 from zipfx.spaces import Space
 from zipfx.statistics import Statistics
 
-Matched = dict[str, tuple[Matching, Pairs]]
+Matched = dict[str, tuple[Merge, Pairs]]
 Take = Callable[[str], Statistics]
 
 _CANDIDATES = 8  # blocks of another model that are compared in full with each one
@@ -50,43 +50,52 @@ def match_spaces(
         ZipError: a matcher that fails, or gives another number of features than the space has.
     """
     matched: Matched = {}
-    held: dict[str, Statistics] = {}
-    seen = observed(spaces)
-    for space in spaces:
-        inner = [s for s in seen if _lies_in(s, space)]
-        if take is None:
-            sizes = (space.size,) * models
+    if take is None:
+        for space in spaces:
             by_position = torch.arange(space.size).repeat(models)
-            found, of = Matching(by_position, sizes, space.size), None
-        elif space.of_blocks and inner:
-            held.update({s.name: take(s.name) for s in inner if s.name not in held})
-            of = _similarity(space, inner, held, matched, models)
-            found = _in_blocks(_one_to_one(matcher), space, of)
+            found = Matching(by_position, (space.size,) * models, space.size)
+            matched[space.name] = found, joined_pairs(found, None)
+        return matched
+    held: dict[str, Statistics] = {}
+    for space in spaces:
+        inner = [] if not space.of_blocks else inside(space, observed(spaces))
+        for s in inner:
+            if s.name not in held:
+                held[s.name] = take(s.name)
+        if inner:
+            of = {s.name: aligned(s, held[s.name], matched, models) for s in inner}
+            matched[space.name] = match_blocks(matcher, space, inner, of, models)
         else:
             own = held.pop(space.name, None) or take(space.name)
-            of = _aligned(space, own, matched, models)
-            found = _in_blocks(_one_to_one(matcher) if space.of_blocks else matcher, space, of)
-        matched[space.name] = found, joined_pairs(found, of)
+            matched[space.name] = match_space(matcher, space, aligned(space, own, matched, models))
     return matched
 
 
-def _one_to_one(matcher: Matcher) -> Matcher:
-    return matcher if isinstance(matcher, Identity) else Permute()
+def match_blocks(
+    matcher: Matcher,
+    space: Space,
+    inner: Sequence[Space],
+    statistics: Mapping[str, Statistics],
+    models: int,
+) -> tuple[Merge, Pairs]:
+    """The matching of a space of blocks by the statistics of the spaces inside them."""
+    return match_space(matcher, space, _similarity(space, inner, statistics, models))
 
 
-def _lies_in(space: Space, blocks: Space) -> bool:
-    return any(block.space == blocks.name for block in space.within)
+def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> tuple[Merge, Pairs]:
+    """The matching of a space whose features lie in the order of the matched blocks."""
+    if space.of_blocks and not isinstance(matcher, Identity):
+        matcher = Permute()
+    found = _in_blocks(matcher, space, statistics)
+    return found, joined_pairs(found, statistics)
 
 
-def _order(space: Space, matched: Matched, model: int) -> Tensor:
-    """(size,) int64: which feature of a model stands at each position once blocks are matched."""
-    moves = [
-        (b.index, matched[b.space][0].of(model), None) for b in space.within if b.space in matched
-    ]
-    return torch.argsort(axis_map(space.size, 0, moves).target)
+def inside(blocks: Space, spaces: Iterable[Space]) -> list[Space]:
+    """The spaces of features that lie in these blocks."""
+    return [s for s in spaces if any(block.space == blocks.name for block in s.within)]
 
 
-def _aligned(space: Space, statistics: Statistics, matched: Matched, models: int) -> Statistics:
+def aligned(space: Space, statistics: Statistics, matched: Matched, models: int) -> Statistics:
     """Statistics with every model's features in the order of the matched blocks."""
     if not space.within:
         return statistics
@@ -94,24 +103,62 @@ def _aligned(space: Space, statistics: Statistics, matched: Matched, models: int
     return statistics.select(torch.cat(orders), statistics.sizes)
 
 
-def _in_blocks(matcher: Matcher, space: Space, statistics: Statistics) -> Matching:
+def _order(space: Space, matched: Matched, model: int) -> Tensor:
+    """(size,) int64: which feature of a model stands at each position once blocks are matched."""
+    blocks = [(b.index, matched[b.space][0]) for b in space.within if b.space in matched]
+    moves = [(index, m.of(model), None) for index, m in blocks if isinstance(m, Matching)]
+    return torch.argsort(axis_map(space.size, 0, moves).target)
+
+
+def _in_blocks(matcher: Matcher, space: Space, statistics: Statistics) -> Merge:
     """Match inside every block of a space alone."""
+    if not space.blocks:
+        return _match(matcher, space, statistics, space.size)
     models = len(statistics.sizes)
-    assignment = torch.zeros(space.size * models, dtype=torch.int64)
+    indices, parts = [], []
     start = 0
-    for size in space.blocks or (space.size,):
+    for size in space.blocks:
         mine = torch.cat([torch.arange(size) + start + k * space.size for k in range(models)])
-        part = statistics.select(mine, (size,) * models) if space.blocks else statistics
-        assignment[mine] = start + _match(matcher, space, part, size).assignment
+        parts.append(_match(matcher, space, statistics.select(mine, (size,) * models), size))
+        indices.append((mine, torch.arange(start, start + size)))
         start += size
-    return Matching(assignment, statistics.sizes, space.size)
+    return _joined(parts, indices, statistics.sizes, space.size)
 
 
-def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) -> Matching:
+def _joined(
+    parts: Sequence[Merge],
+    indices: Sequence[tuple[Tensor, Tensor]],
+    sizes: tuple[int, ...],
+    merged: int,
+) -> Merge:
+    """The merges of several blocks as one; indices: the features and merged features of each."""
+    total = sum(sizes)
+    unmerge = torch.zeros(total, merged, dtype=torch.float64)
+    merge = torch.zeros(merged, total, dtype=torch.float64)
+    assignment = torch.zeros(total, dtype=torch.int64)
+    patterns = [p for p in parts if isinstance(p, Matching)]
+    for part, (mine, new) in zip(parts, indices, strict=True):
+        if isinstance(part, Matching):
+            assignment[mine] = new[part.assignment]
+        if len(patterns) < len(parts) or any(p.unmerge is not None for p in patterns):
+            unmerge[mine[:, None], new] = part.unmerge_matrix()
+            merge[new[:, None], mine] = part.merge_matrix()
+    if len(patterns) < len(parts):
+        return Linear(merge, unmerge, sizes)
+    dense = any(p.unmerge is not None for p in patterns)
+    return Matching(assignment, sizes, merged, unmerge if dense else None)
+
+
+def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) -> Merge:
     try:
         found = matcher(statistics, size, across_only=space.tied or space.of_blocks)
     except ZipError as error:
         raise ZipError(f"space {space.name!r} ({size} features): {error}") from error
+    if not isinstance(found, Matching | Linear):
+        raise ZipError(
+            f"the matcher gave a {type(found).__name__} for space {space.name!r}: it must return a "
+            "zipfx.Matching, or a zipfx.Linear"
+        )
     if found.merged != size or found.sizes != statistics.sizes:
         raise ZipError(
             f"the matcher gave {found.merged} merged features from {found.sizes} for space "
@@ -124,7 +171,6 @@ def _similarity(
     blocks: Space,
     inner: Sequence[Space],
     statistics: Mapping[str, Statistics],
-    matched: Matched,
     models: int,
 ) -> Statistics:
     """How alike the blocks of the models are: the mean correlation of their best matched features.
@@ -136,8 +182,7 @@ def _similarity(
     weight = sum(space.size for space in inner)
     starts = np.cumsum([0, *(blocks.blocks or (n,))])
     for space in inner:
-        correlation = _aligned(space, statistics[space.name], matched, models).correlation()
-        correlation = correlation.cpu()
+        correlation = statistics[space.name].correlation().cpu()
         table = next(b.index for b in space.within if b.space == blocks.name)
         for a in range(models):
             for b in range(a + 1, models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
-from zipfx.spaces import Pinned, pinned_lines
+from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.trace import alias, clone_tensors
 from zipfx.untouched import untouched
@@ -23,13 +25,20 @@ from zipfx.untouched import untouched
 
 @dataclass(frozen=True)
 class SpaceReport:
-    """One space: matches within and across models, and the mean correlation inside the groups."""
+    """One space: matches within and across models (both 0 where M is no matching), and the mean
+    correlation of the features that were joined (nan where nothing was observed)."""
 
     name: str
     size: int
     within: int
     across: int
     correlation: float
+
+    @classmethod
+    def of(cls, space: Space, merge: Merge, pairs: Pairs, observed: bool) -> SpaceReport:
+        """What the merge of a space has joined."""
+        counts = (merge.within, merge.across) if isinstance(merge, Matching) else (0, 0)
+        return cls(space.name, space.size, *counts, pairs.mean if observed else math.nan)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,13 @@ class Report:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("space", "size", "within", "across", "correlation")]
         rows += [
-            (s.name, str(s.size), str(s.within), str(s.across), f"{s.correlation:.3f}")
+            (
+                s.name,
+                str(s.size),
+                str(s.within),
+                str(s.across),
+                "-" if math.isnan(s.correlation) else f"{s.correlation:.3f}",
+            )
             for s in self.spaces
         ]
         zipped = "everything" if self.partial is None else f"up to {self.partial!r}"

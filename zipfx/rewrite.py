@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from zipfx.correspond import attribute
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
-from zipfx.spaces import select
+from zipfx.spaces import mix, select
 from zipfx.trace import clone_tensors
 
 HEADS = "task_heads"
@@ -213,16 +213,12 @@ def copy_head(
             node = value(j)
             for unmerge in plan.restored[j]:
                 name = f"unmerge_{len([n for n in home._buffers if n.startswith('unmerge_')])}"
-                home.register_buffer(name, unmerge.index)
-                index = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
-                one = len(unmerge.dims) == 1
-                args = (node, unmerge.dims[0] if one else unmerge.dims, index)
-                node = add(
-                    "call_function",
-                    torch.index_select if one else select,
-                    args,
-                    f"head{k}_features",
-                )
+                home.register_buffer(name, unmerge.by)
+                by = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
+                one = len(unmerge.dims) == 1 and unmerge.by.ndim == 1
+                how = torch.index_select if one else select if unmerge.by.ndim == 1 else mix
+                args = (node, unmerge.dims[0] if one else unmerge.dims, by)
+                node = add("call_function", how, args, f"head{k}_features")
             restored[j] = node
         return restored[j]
 

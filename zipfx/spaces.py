@@ -287,6 +287,18 @@ def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:
     return picked.reshape(moved.shape).movedim(last, dims)
 
 
+def mix(x: Tensor, dims: tuple[int, ...], matrix: Tensor) -> Tensor:
+    """Multiply by a matrix (n, d) along several dimensions taken as one, flattened in this order.
+
+    >>> mix(torch.tensor([[1.0, 2.0]]), (1,), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    tensor([[2., 3.]])
+    """
+    last = tuple(range(-len(dims), 0))
+    moved = x.movedim(dims, last)
+    mixed = moved.flatten(-len(dims)) @ matrix.to(x.dtype).T
+    return mixed.reshape(moved.shape).movedim(last, dims)
+
+
 # ------------------------------------------------------------------ as text
 WIDTH = 110
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
 
+Similarity = Literal["correlation", "covariance", "cosine"]
+SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
+
+_ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
 _TIE = 1e-6  # what a difference of means may cost at most
 _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
 
@@ -24,6 +29,8 @@ class Statistics:
             (count or count - 1 in the denominator) is fine.
         sizes: features of each model, in order; they sum to N.
         resolution: relative rounding of the activations that were observed, the eps of their dtype.
+        moment: (N, N) float64, symmetric: mean products of the features where weights read them, in
+            any unit, if these are not where the others were observed.
         trusted: the values are symmetric and finite by construction (an observer's are): skip the
             checks of them, which read the covariance several times.
 
@@ -43,6 +50,7 @@ class Statistics:
     sizes: tuple[int, ...]
     resolution: float = torch.finfo(torch.float32).eps
     trusted: bool = False
+    moment: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -108,8 +116,12 @@ class Statistics:
                 [2., 4.]], dtype=torch.float64)
         """
         index = index.to(self.mean.device)
-        covariance = self.covariance[index[:, None], index]
-        return replace(self, mean=self.mean[index], covariance=covariance, sizes=sizes)
+        both = index[:, None], index
+        moment = None if self.moment is None else self.moment[both]
+        covariance = self.covariance[both]
+        return replace(
+            self, mean=self.mean[index], covariance=covariance, sizes=sizes, moment=moment
+        )
 
     @property
     def constant(self) -> Tensor:
@@ -127,18 +139,37 @@ class Statistics:
 
         Rows and columns of constant features are 0 off the diagonal.
         """
-        variance = self.covariance.diagonal()
-        std = torch.where(self.constant, torch.inf, variance.sqrt())
+        std = torch.where(self.constant, torch.inf, self.covariance.diagonal().sqrt())
+        return self._scaled(std).clamp_(-1, 1).fill_diagonal_(1)
+
+    def cosine(self) -> Tensor:
+        """(N, N) float64 in [-1, 1]: cosines of the features as vectors over all samples, means
+        included; exactly symmetric, diagonal 1, never nan. 0 off the diagonal where a feature is
+        always 0."""
+        length = torch.hypot(self.covariance.diagonal().sqrt(), self.mean)
+        length = torch.where(length == 0, torch.inf, length)
+        result = self._scaled(length)
+        return result.addr_(*[self.mean / length] * 2).clamp_(-1, 1).fill_diagonal_(1)
+
+    def second_moment(self) -> Tensor:
+        """(N, N) float64: the mean products of any two features, means included."""
+        if self.moment is not None:
+            return self.moment
+        return torch.addr(self.covariance, self.mean, self.mean)
+
+    def _scaled(self, size: Tensor) -> Tensor:
+        """The covariance over the outer product of `size`, exactly symmetric; a new tensor."""
         result = (self.covariance / 2).add_(self.covariance.T, alpha=0.5)
-        # One division by the outer product: its rounding is the same in (i, j) and (j, i).
-        result.div_(torch.outer(std, std))
-        result.clamp_(-1, 1).fill_diagonal_(1)
+        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
+            # One division by the outer product: its rounding is the same in (i, j) and (j, i).
+            result[rows] /= torch.outer(size[rows], size)
         return result
 
-    def similarity(self) -> Tensor:
+    def similarity(self, kind: Similarity = "correlation") -> Tensor:
         """(N, N) float64 in [-3, 1]: how well one feature can stand for another; never nan.
 
-        - two varying features: their correlation (ZipIt!, section 4);
+        - two varying features: their correlation (ZipIt!, section 4), their covariance over the
+          largest variance, or the cosine of the features as vectors, as `kind` says;
         - two constants: 1 - |m_i - m_j| / (|m_i| + |m_j|) in [0, 1], and 1 at equal means. Nothing
           is lost by joining equal constants, dead ReLUs first of all, so they match before
           anything that varies;
@@ -153,9 +184,14 @@ class Statistics:
                 [-2.5000,  1.0000,  0.5000],
                 [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
         """
-        result = self.correlation()
+        if kind == "covariance":
+            variance = self.covariance.diagonal()
+            largest = variance.max().sqrt() if variance.any() else torch.ones(()).to(variance)
+            result = self._scaled(largest.expand(len(variance))).clamp_(-1, 1).fill_diagonal_(1)
+        else:
+            result = self.correlation() if kind == "correlation" else self.cosine()
         size = self.mean.abs().clamp(min=torch.finfo(torch.float64).tiny)
-        for rows in torch.arange(len(size)).split(1024):  # by parts: no further N x N matrix
+        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
             apart = (self.mean[rows, None] - self.mean).abs_()
             result[rows] -= apart.div_(size[rows, None] / 2 + size / 2).mul_(_TIE / 2)
         fixed = self.constant.nonzero().flatten()

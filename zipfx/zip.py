@@ -6,17 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from zipfx import match
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
-from zipfx.calibrate import BatchToArgs, calibration, example_arguments, fixed_randomness
+from zipfx.calibrate import (
+    BatchToArgs,
+    calibration,
+    example_arguments,
+    fixed_randomness,
+    guessed_input,
+)
 from zipfx.correspond import (
     check_integers,
     check_models,
     check_outputs,
     correspond,
+    counterparts,
     last_node,
     unpacked,
 )
@@ -26,7 +33,8 @@ from zipfx.pairing import match_spaces, observed
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
-from zipfx.trace import NOTES, is_batch_norm, trace
+from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
+from zipfx.weigh import match_weights
 
 REPAIRS = ("none", "bn")
 
@@ -37,7 +45,7 @@ def zip(
     *,
     partial: str | None = None,
     matcher: str | match.Matcher = "zip",
-    repair: str = "bn",
+    repair: str | None = None,
     example_inputs: Any = None,
     max_samples: int | None = None,
     device: torch.device | str | None = None,
@@ -58,13 +66,16 @@ def zip(
         calib_loader: an iterable of batches, or a sequence of K of them (one per model, taken in
             turns; every model sees all of it). A batch is a tensor, a tuple or list whose first
             item is the input, or a dict of keyword arguments; anything else with `batch_to_args`.
-            Labels are never read. None only with matcher="identity" and repair="none".
+            Labels are never read. None only with matcher="weights" or "identity".
         partial: qualified name of the last module to be zipped; what runs later becomes one head
             per model. None: everything is zipped, and the models' outputs are averaged.
-        matcher: "zip", "permute", "identity" (weight averaging), or an instance: `Zip(alpha=0.1)`.
+        matcher: "zip", "permute", "optimal", "kmeans", "weights" (no data needed), "identity"
+            (weight averaging), "svd" (for study), an instance such as `Zip(alpha=0.1)`, or a
+            function of your own (see `Matcher`).
         repair: "bn" re-estimates BatchNorm statistics on the calibration data; "none" does not.
+            Default: "bn" where there is data.
         example_inputs: input (or tuple of arguments) to analyse with; default: two samples of the
-            first batch.
+            first batch, or, without data, random ones of a size that the first weight suggests.
         max_samples: calibrate on at most this many samples.
         device: where to calibrate and match; default: where the models are.
         progress: show progress bars.
@@ -99,6 +110,9 @@ def zip(
     (1, 2)
     """
     merging = match.resolve(matcher)
+    blind = calib_loader is None
+    if repair is None:
+        repair = "none" if blind else "bn"
     if repair not in REPAIRS:
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
     if places not in PLACES:
@@ -106,14 +120,13 @@ def zip(
     check_models(models)
     if partial is not None and not isinstance(partial, str):
         raise ZipError(f"partial is {partial!r}; give the qualified name of a module, or None")
-    blind = calib_loader is None
-    if blind and not (isinstance(merging, match.Identity) and repair == "none"):
+    by_data = not isinstance(merging, match.Identity | match.Weights)
+    if blind and (by_data or repair != "none"):
         raise ZipError(
-            'calib_loader=None works only with matcher="identity" and repair="none"; pass an '
-            "iterable of batches"
+            'calib_loader=None works only with matcher="weights" or "identity" and repair="none"; '
+            "pass an iterable of batches"
         )
-    if blind and example_inputs is None:
-        raise ZipError("without calibration data pass example_inputs=..., to analyse the model")
+    observes = not blind and not isinstance(merging, match.Weights)
     home = _device(models[0])
     try:
         away = home if device is None else torch.device(device)
@@ -127,14 +140,16 @@ def zip(
             else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
         )
         with stages.stage("trace"):
-            inputs = example_arguments(models[0].forward, data, example_inputs, away)
+            guessed = [guessed_input(models[0])] if blind and example_inputs is None else []
+            example = guessed[0] if guessed else example_inputs
+            inputs = example_arguments(models[0].forward, data, example, away)
             modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
             analysis = _analyse(modules, inputs, last, verify, seed)
             last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
-            while not blind and (
+            while observes and (
                 unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
             ):
                 analysis = analysis.pin(unseen, reason)
@@ -148,7 +163,7 @@ def zip(
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
-                if data is None
+                if data is None or not observes
                 else observe(
                     modules,
                     observed(tuple(analysis.spaces)),
@@ -159,8 +174,16 @@ def zip(
                 )
             )
         with stages.stage("match"):
-            take = None if blind else lambda name: combine(observers.pop(name))
-            matched = match_spaces(merging, tuple(analysis.spaces), take, len(models))
+            spaces = tuple(analysis.spaces)
+            if isinstance(merging, match.Weights):
+                matched = match_weights(merging, spaces, _corresponding(modules, last))
+            else:
+                take = (
+                    None
+                    if data is None
+                    else lambda name: combine(observers.pop(name), *match.wanted(merging))
+                )
+                matched = match_spaces(merging, spaces, take, len(models))
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
@@ -178,11 +201,7 @@ def zip(
         partial=partial,
         matcher=str(merging),
         repair=repair,
-        spaces=tuple(
-            SpaceReport(s.name, s.size, m.within, m.across, pairs.mean)
-            for s in analysis.spaces
-            for m, pairs in [matched[s.name]]
-        ),
+        spaces=tuple(SpaceReport.of(s, *matched[s.name], observes) for s in analysis.spaces),
         layers=count_layers(analysis),
         parameters=sum(p.numel() for p in merged.parameters()),
         model_parameters=tuple(sum(p.numel() for p in m.parameters()) for m in models),
@@ -200,12 +219,24 @@ def zip(
         batches=counts,
         notes=(
             *analysis.spaces.notes,
+            *(
+                f"analysed with random inputs of shape {tuple(x.shape)}, guessed from the first "
+                "weight: pass example_inputs=... to choose"
+                for x in guessed
+            ),
             *(note for note in taken if note not in analysis.spaces.notes),
             *notes,
             *_unrepaired(analysis, merged, repair),
         ),
     )
     return merged
+
+
+def _corresponding(modules: Sequence[fx.GraphModule], last: int) -> dict[str, list[Tensor]]:
+    """The parameters of all models, by their names in model 0."""
+    tensors = counterparts(modules, last)
+    names = named_tensors(modules[0]).items()
+    return {n: tensors[id(t)] for n, t in names if id(t) in tensors and isinstance(t, nn.Parameter)}
 
 
 def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:

@@ -7,13 +7,36 @@ from collections.abc import Callable
 
 from zipfx.errors import ZipError
 from zipfx.match.identity import Identity
+from zipfx.match.kmeans import KMeans
+from zipfx.match.optimal import Optimal
 from zipfx.match.permute import Permute
-from zipfx.match.protocol import Matcher
+from zipfx.match.protocol import Matcher, wanted
+from zipfx.match.svd import SVD
+from zipfx.match.weights import Weights
 from zipfx.match.zip import Zip
 
-__all__ = ["Identity", "Matcher", "Permute", "Zip", "resolve"]
+__all__ = [
+    "SVD",
+    "Identity",
+    "KMeans",
+    "Matcher",
+    "Optimal",
+    "Permute",
+    "Weights",
+    "Zip",
+    "resolve",
+    "wanted",
+]
 
-_NAMED: dict[str, Callable[[], Matcher]] = {"identity": Identity, "permute": Permute, "zip": Zip}
+_NAMED: dict[str, Callable[[], Matcher]] = {
+    "identity": Identity,
+    "kmeans": KMeans,
+    "optimal": Optimal,
+    "permute": Permute,
+    "svd": SVD,
+    "weights": Weights,
+    "zip": Zip,
+}
 
 
 def resolve(matcher: str | Matcher) -> Matcher:
@@ -24,9 +47,9 @@ def resolve(matcher: str | Matcher) -> Matcher:
 
     >>> resolve("zip")
     Zip(alpha=0.3, beta=1.0)
-    >>> resolve("zipp")
+    >>> resolve("zipp")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    zipfx.errors.ZipError: no matcher 'zipp'; did you mean 'zip'? Known: identity, permute, zip
+    zipfx.errors.ZipError: no matcher 'zipp'; did you mean 'zip'? Known: identity, kmeans, ...
     """
     if isinstance(matcher, str):
         if matcher in _NAMED:
@@ -39,6 +62,6 @@ def resolve(matcher: str | Matcher) -> Matcher:
     if not callable(matcher):
         raise ZipError(
             f"the matcher is a {type(matcher).__name__}: pass one of {', '.join(_NAMED)}, "
-            "or a callable (statistics, merged, *, across_only) -> Matching"
+            "or a callable (statistics, merged, *, across_only) -> Matching or Linear"
         )
     return matcher

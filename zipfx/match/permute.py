@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from zipfx.match.protocol import check_one_to_one
+from zipfx.match.protocol import Options, check_one_to_one
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
 
@@ -18,15 +18,15 @@ Order = NDArray[np.int64]  # (n,): the feature of one model in each group
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles
 
 
-@dataclass(frozen=True)
-class Permute:
+@dataclass(frozen=True, repr=False)
+class Permute(Options):
     """Permute the features of each model so that the similarity between models is largest.
 
     Two models: the optimal assignment (Li et al. 2015; ZipIt!, section 3). More: the
     sum over all pairs of models is raised by re-assigning one model at a time against all others,
     always the one that gains most, until none gains; once from each model as the reference, and
     the best end wins. So the groups do not depend on the order of the models, exact ties aside.
-    Merged feature i holds feature i of model 0.
+    Merged feature i holds feature i of model 0. Its options are those of `Options`.
 
     >>> correlation = torch.eye(4, dtype=torch.float64)
     >>> correlation[0, 3] = correlation[3, 0] = 0.9
@@ -45,14 +45,14 @@ class Permute:
         """
         check_one_to_one(statistics, merged, "permute")
         models = len(statistics.sizes)
-        similarity = statistics.similarity().cpu().numpy()
+        similarity = self.score(statistics).cpu().numpy()
         blocks = similarity.reshape(models, merged, models, merged).swapaxes(1, 2)
         # With two models every start gives the one optimum.
         starts = [_ascend(blocks, model) for model in range(models if models > 2 else 1)]
         orders = max(starts, key=lambda orders: _objective(blocks, orders))
         groups = np.concatenate([np.argsort(order) for order in orders])
         first = orders[0]  # renumber the groups by their feature of model 0
-        return Matching(torch.from_numpy(first[groups]), statistics.sizes, merged)
+        return self.matching(torch.from_numpy(first[groups]), statistics, merged)
 
 
 def _ascend(blocks: NDArray[np.float64], reference: int) -> list[Order]:

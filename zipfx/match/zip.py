@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from zipfx.errors import ZipError
+from zipfx.match.greedy import join_in_rounds, join_one_by_one
+from zipfx.match.protocol import Options, check_merged
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
 
 
-@dataclass(frozen=True)
-class Zip:
+@dataclass(frozen=True, repr=False)
+class Zip(Options):
     """Join the most similar pair, N - M times (ZipIt!, section 4).
 
     The joined group takes the place of the two, and its similarity to every other is alpha times
@@ -31,6 +32,8 @@ class Zip:
             have floor(beta * (N - M) / K) matches that join two groups which both hold features
             of it. More is allowed only where no matching could do with less: a model with more
             than M features needs the difference.
+
+    The other options are those of `Options`.
 
     Raises:
         ZipError: alpha or beta outside 0 .. 1.
@@ -60,6 +63,7 @@ class Zip:
     beta: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("alpha", self.alpha), ("beta", self.beta)):
             if not 0 <= value <= 1:
                 raise ZipError(f"{name} is {value}: choose a value from 0 to 1")
@@ -70,7 +74,8 @@ class Zip:
         """See `Matcher`; the models may differ in size.
 
         Time and memory are O(N^2) on correlations, ties or not. Only where nearly all rows lose
-        their partner at every match, without a tie, does time come near O(N^3).
+        their partner at every match, without a tie, does time come near O(N^3). Statistics on a
+        GPU are matched there, with the same result, where no budget can run out on the way.
 
         Raises:
             ZipError: M is not in 1 .. N, or below the size of a model while beta is 0 or
@@ -78,17 +83,27 @@ class Zip:
         """
         sizes = statistics.sizes
         total = sum(sizes)
-        if not min(total, 1) <= merged <= total:
-            raise ZipError(f"cannot match {total} features down to {merged}: choose 1 .. {total}")
+        check_merged(statistics, merged)
         budgets = self._budgets(sizes, merged, 0 if across_only else self.beta)
         if merged == total:
-            return Matching(torch.arange(total), sizes, merged)
+            return self.matching(torch.arange(total), statistics, merged)
         model = np.repeat(np.arange(len(sizes)), sizes)
-        most_joined = merged if across_only or self.beta < 1 else total
-        pairs = _Pairs(statistics.similarity().cpu().numpy(), self.alpha)
-        first = _greedy(pairs, model, merged, budgets, most_joined)
+        similarity = self.score(statistics)
+        if similarity.device.type != "cpu" and self._is_free(sizes, merged, budgets):
+            first = join_in_rounds(similarity, self.alpha, merged, model, not max(budgets))
+        else:
+            most_joined = merged if across_only or self.beta < 1 else total
+            first = join_one_by_one(
+                similarity.cpu().numpy(), self.alpha, merged, model, budgets, most_joined
+            )
         assignment = np.unique(first, return_inverse=True)[1]
-        return Matching(torch.from_numpy(assignment), sizes, merged)
+        return self.matching(torch.from_numpy(assignment), statistics, merged)
+
+    def _is_free(self, sizes: tuple[int, ...], merged: int, budgets: list[int]) -> bool:
+        """Whether what may be joined never depends on what was: no budget, or none to spend."""
+        total = sum(sizes)
+        pairs_of_two = len(sizes) == 2 and total == 2 * merged
+        return min(budgets) == total or (max(budgets) == 0 and pairs_of_two)
 
     def _budgets(self, sizes: tuple[int, ...], merged: int, beta: float) -> list[int]:
         """How many within-matches each model may have."""
@@ -103,78 +118,3 @@ class Zip:
             return [total] * len(sizes)
         share = math.floor(beta * (total - merged) / len(sizes) + 1e-9)  # 0.29 * 100 < 29
         return [max(share, size - merged) for size in sizes]
-
-
-class _Pairs:
-    """Similarity of all pairs of groups, -inf where two may not be joined.
-
-    A group's row is that of its first member.
-
-    Each row keeps a bound on its largest entry and where that was. Entries only ever fall, so a
-    bound is exact as long as its entry stands, and one that has gone stale matters only when it
-    comes to the top: only then is its row searched again. (Searching every row whose partner was
-    joined would be cubic where thousands share a partner.)
-    """
-
-    def __init__(self, similarity: NDArray[np.float64], alpha: float) -> None:
-        """Takes over `similarity`, (N, N) and exactly symmetric, and changes it in place."""
-        np.fill_diagonal(similarity, -np.inf)
-        self.similarity = similarity
-        self.alpha = alpha
-        self.partner = similarity.argmax(axis=1)
-        self.bound = similarity.max(axis=1)
-
-    def best(self, rows: NDArray[np.bool_] | None = None) -> tuple[int, int]:
-        """Most similar pair (i, j) with i < j, of those in the given rows; first row, column."""
-        while True:
-            bound = self.bound if rows is None else np.where(rows, self.bound, -np.inf)
-            row = int(bound.argmax())
-            column = int(self.partner[row])
-            if self.similarity[row, column] == bound[row]:
-                return min(row, column), max(row, column)
-            self.partner[row] = column = self.similarity[row].argmax()
-            self.bound[row] = self.similarity[row, column]
-
-    def join(self, i: int, j: int) -> None:
-        """Let row i stand for i and j together, and end row j."""
-        low = np.minimum(self.similarity[i], self.similarity[j])  # -inf at i and j themselves
-        if self.alpha == 0:
-            low -= 5  # more than the whole range of similarities, [-3, 1]
-        else:
-            np.multiply(low, self.alpha, out=low, where=low > 0)
-        self.similarity[i] = self.similarity[:, i] = low
-        self.similarity[j] = self.similarity[:, j] = -np.inf
-        self.bound[j] = -np.inf
-
-    def forbid(self, rows: NDArray[np.bool_]) -> None:
-        """Let no two of these groups be joined, nor groups that contain two of them."""
-        self.similarity[np.ix_(rows, rows)] = -np.inf
-
-
-def _greedy(
-    pairs: _Pairs,
-    model: NDArray[np.int64],
-    merged: int,
-    budgets: list[int],
-    most_joined: int,
-) -> NDArray[np.int64]:
-    """First member of each feature's group, (N,), after joining N features of `model` to M."""
-    total = len(model)
-    first = np.arange(total)
-    holds = model[:, None] == np.arange(len(budgets))  # (N, K): models of each group
-    joined = np.zeros(total, dtype=np.bool_)
-    left = np.array(budgets)
-    for k in np.flatnonzero(left == 0):
-        pairs.forbid(holds[:, k])
-    for _ in range(total - merged):
-        full = np.count_nonzero(joined) == most_joined
-        i, j = pairs.best(joined if full else None)
-        pairs.join(i, j)
-        shared = holds[i] & holds[j]
-        holds[i] |= holds[j]
-        joined[i], joined[j] = True, False
-        first[first == j] = i
-        left -= shared
-        for k in np.flatnonzero(shared & (left == 0)):
-            pairs.forbid(holds[:, k])
-    return first

@@ -1,0 +1,126 @@
+"""Weigh: match the spaces of K models by their weights, without data (Git Re-Basin).
+
+The models' parameters are brought into the order of one another, one space at a time while the
+others stay as they are, so that the sum of the inner products of all weights only ever grows
+(Ainsworth et al. 2023, algorithm 1). Unlike there, nothing depends on the order in which the
+features of the models come: in the first sweep a space is matched by the weights whose other axes
+have been matched already (the network's inputs and outputs are, from the start), and, where those
+leave it open, by the weights that stay when the axes that are still free are sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zipfx.fuse import Move, columns, plan
+from zipfx.match import Weights
+from zipfx.matrices import Merge, joined_pairs
+from zipfx.pairing import Matched, inside, match_blocks, match_space
+from zipfx.spaces import Axis, Space
+from zipfx.statistics import Statistics
+
+Tensors = Mapping[str, Sequence[Tensor]]
+
+_FREE = 1e-3  # what weights with axes in no order count for
+
+
+def match_weights(matcher: Weights, spaces: Sequence[Space], tensors: Tensors) -> Matched:
+    """The matching of every space by the weights, until nothing changes.
+
+    Args:
+        tensors: the K corresponding tensors of every parameter, by its name in model 0. Axes of
+            others do not count.
+    """
+    descent = _Descent(spaces, tensors)
+    found: Matched = {}
+    for _ in range(matcher.sweeps):
+        changed = False
+        for space in spaces:
+            before = found.get(space.name)
+            inner = inside(space, spaces) if space.of_blocks else []
+            known = {
+                name: merge
+                for name, (merge, _) in found.items()
+                if name not in (space.name, *(s.name for s in inner))
+            }
+            if inner:
+                of = {s.name: descent.statistics(s, known) for s in inner}
+                merge, _ = match_blocks(matcher, space, inner, of, descent.models)
+            else:
+                if before:
+                    known[space.name] = before[0]
+                merge, _ = match_space(matcher, space, descent.statistics(space, known))
+            new = merge.unmerge_matrix()
+            changed |= before is None or not torch.equal(new, before[0].unmerge_matrix())
+            found[space.name] = merge, joined_pairs(merge, None)
+        if not changed:
+            break
+    return found
+
+
+class _Descent:
+    def __init__(self, spaces: Sequence[Space], tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.models = len(next(iter(tensors.values()), ()))
+        self.on: dict[str, list[tuple[Space, Axis]]] = {}
+        for space in spaces:
+            for axis in space.axes:
+                if axis.parameter in tensors and not axis.implied:
+                    self.on.setdefault(axis.parameter, []).append((space, axis))
+
+    def statistics(self, space: Space, known: Mapping[str, Merge]) -> Statistics:
+        """Inner products of the weights of all features of all models, as second moments.
+
+        known: merges of other spaces; those of the blocks that the space lies in move its features,
+        its own only those on other axes.
+        """
+        n = space.size * self.models
+        device = next(iter(self.tensors.values()))[0].device
+        total = torch.zeros(n, n, dtype=torch.float64, device=device)
+        for axis in space.axes:
+            if axis.parameter in self.tensors and not axis.implied:
+                rows, free = self._rows(space, axis, known)
+                total.addmm_(rows, rows.T, alpha=_FREE if free else 1)
+        mean = torch.zeros(n, dtype=torch.float64, device=device)
+        sizes = (space.size,) * self.models
+        return Statistics(1, mean, total, sizes, trusted=True)
+
+    def _rows(self, space: Space, axis: Axis, known: Mapping[str, Merge]) -> tuple[Tensor, bool]:
+        """The weights of every feature on one axis, (N, d), and whether some were sorted since
+        their own axes are in no order yet."""
+        others = [(s, a) for s, a in self.on[axis.parameter] if s is not space or a.dim != axis.dim]
+        free = {a.dim for s, a in others if s.name not in known and a.dim != axis.dim}
+        moves = self._moves(axis.parameter, others, known)
+        rows = []
+        for t, maps in zip(self.tensors[axis.parameter], moves, strict=True):
+            moved = t.detach().double()
+            for move in maps:
+                moved = move.apply(moved)
+            x = columns(_sorted(moved, free - {axis.by}), axis.dim, axis.by, axis.parts)
+            if axis.by in free:  # the rows of each part alone
+                x = _sorted(x, {x.ndim - 2})
+            x = x[..., axis.index.to(x.device)].movedim(-2, 0)
+            rows.append(x.flatten(1))
+        return torch.cat(rows), bool(free)
+
+    def _moves(
+        self, parameter: str, axes: Sequence[tuple[Space, Axis]], known: Mapping[str, Merge]
+    ) -> list[list[Move]]:
+        spaces = [replace(s, axes=(a,)) for s, a in axes if s.name in known]
+        shapes = {parameter: self.tensors[parameter][0].shape}
+        maps = plan(spaces, known, shapes, self.models)
+        return maps.get(parameter, [[] for _ in range(self.models)])
+
+
+def _sorted(t: Tensor, dims: set[int]) -> Tensor:
+    """Sort along some dimensions taken as one."""
+    if not dims:
+        return t
+    order = tuple(sorted(dims))
+    last = tuple(range(-len(order), 0))
+    moved = t.movedim(order, last)
+    return moved.flatten(-len(order)).sort(-1)[0].reshape(moved.shape).movedim(last, order)
