@@ -271,6 +271,8 @@ class Ledger:
         _, first, row = np.unique(
             hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
         )
+        turns = np.argsort(first)  # numbered as they come
+        row, first = np.argsort(turns)[row], first[turns]
         flat, ways = flat[first], ways[first]
         ids = self._fresh(len(first)).numpy()
         ids = np.where((flat > 0).any(-1), ids, 0)
