@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -328,37 +327,3 @@ def _lower(step: Step) -> Iterator[Step]:
         for lower in dict.fromkeys((0, 1, 2, *bits)):
             if lower < value:
                 yield dataclasses.replace(step, **{name: lower})
-
-
-# ------------------------------------------------------------------ what is known to be wrong
-@dataclass(frozen=True)
-class Known:
-    """A bug that is not mended yet: its smallest example, and a pattern of its networks' code."""
-
-    example: Example
-    pattern: str
-
-    def excuses(self, smallest: Example) -> bool:
-        return re.search(self.pattern, smallest.plan.code()) is not None
-
-
-KNOWN: dict[str, Known] = {
-    "means over padded positions of features that are tied with their mirror images": Known(
-        Example(
-            Plan(
-                ("image",),
-                (Step("reorder", option=4), Step("shuffle"), Step("pad")),
-                stem=6,
-                ending="pooled",
-            ),
-            "zip_matcher",
-            1,
-        ),
-        r"flip\(1\)[\s\S]*pad",
-    ),
-}
-
-
-def known(smallest: Example) -> str | None:
-    """The name of the known bug that this example, made small, shows."""
-    return next((name for name, bug in KNOWN.items() if bug.excuses(smallest)), None)

@@ -139,6 +139,49 @@ def test_differential_attention() -> None:
     law1(Net(forward, **parts, scale=parameter(1)), 5, 8)
 
 
+def mirrored(x: Tensor) -> Tensor:
+    """Every feature together with its mirror image, which so are one feature with two places."""
+    return x.flip(1) + 0.5 * x
+
+
+def padded_means(x: Tensor) -> Tensor:
+    """Padded positions carry no feature, so that the mean of each feature is a block of its own."""
+    return F.pad(x, (1, 1, 1, 1)).mean((2, 3))
+
+
+def shuffled(x: Tensor, groups: int) -> Tensor:
+    return F.channel_shuffle(x, groups)
+
+
+MIRRORED: dict[str, Callable[[Tensor], Tensor]] = {
+    "means": lambda x: padded_means(shuffled(mirrored(x), 2)),
+    "mirrored means": lambda x: mirrored(padded_means(x)),
+    "a ring of means": lambda x: padded_means(x).roll(1, 1) + 0.5 * padded_means(x),
+    "means by their neighbours": lambda x: (
+        (y := padded_means(shuffled(mirrored(x), 2))) * y.roll(1, 1)
+    ),
+    "means by mirrored maxima": lambda x: (
+        padded_means(y := shuffled(mirrored(x), 3)) * F.pad(y, (1, 1, 1, 1)).amax((2, 3)).flip(1)
+    ),
+    "shuffled and mirrored means": lambda x: (
+        (y := padded_means(x)).flip(1) + 0.5 * shuffled(y[..., None], 2)[..., 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("partial", [None, "cut"])
+@pytest.mark.parametrize("name", MIRRORED)
+def test_means_of_features_that_are_tied_with_others(name: str, partial: str | None) -> None:
+    """Which of the places of a feature a mean belongs to: the same for all features."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.cut(MIRRORED[name](s.a(x))))
+
+    model = Net(forward, a=nn.Conv2d(3, 6, 1), cut=nn.Identity(), h=nn.Linear(6, 2))
+    law1(model, 3, 4, 4)
+    law3(model, 3, 4, 4, seeds=range(2), partial=partial)
+
+
 @pytest.mark.parametrize(
     ("groups", "shortcut"),
     [(2, lambda y: y.roll(4, 1)), (4, lambda y: y.flip(1))],

@@ -169,6 +169,7 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
     nodes = list(found.module.graph.nodes)
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
     last = nodes[found.grouping.last].name if keep else None
-    bad = failing_spaces(found.module, found.spaces, inputs, keep, last, seed)
+    written = found.facts.written(len(nodes) - 1)
+    bad = failing_spaces(found.module, found.spaces, inputs, written, keep, last, seed)
     reason = "pinned by the numeric check: permuting it changed the function"
     return found.pin(bad, reason) if bad else found

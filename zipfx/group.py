@@ -30,12 +30,18 @@ Flags = npt.NDArray[np.bool_]
 
 def components(ledger: Ledger, last: int, *, weights_only: bool = False) -> Ints:
     """Which feature each label belongs to, by what nodes up to `last` have shown."""
-    edges = [e for e in ledger.edges if e.node <= last and (e.weights_only or not weights_only)]
-    a = np.concatenate([e.a for e in edges] or [np.zeros(0, np.int64)])
-    b = np.concatenate([e.b for e in edges] or [np.zeros(0, np.int64)])
+    a, b, _ = _edges(ledger, last, weights_only)
     graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(ledger.size, ledger.size))
     found: Ints = connected_components(graph, directed=False)[1].astype(np.int64)
     return found
+
+
+def _edges(ledger: Ledger, last: int, weights_only: bool = False) -> tuple[Ints, Ints, Ints]:
+    """Both ends of all edges that nodes up to `last` have shown, and the node of each."""
+    edges = [e for e in ledger.edges if e.node <= last and (e.weights_only or not weights_only)]
+    none = [np.zeros(0, np.int64)]
+    a, b = (np.concatenate([getattr(e, end) for e in edges] or none) for end in "ab")
+    return a, b, np.repeat([e.node for e in edges], [len(e.a) for e in edges])
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,7 @@ def group(
     held_labels = np.array(sorted(held), np.int64)
     nesting = _nest(ledger, last, known, component, held_labels, shape, name)
     vertex = nesting.vertex[component]
+    turn = _in_parts(turn, nesting.kind[vertex], nesting.part[component])
     n = len(nesting.kind)
 
     first = np.full(n, ledger.size, np.int64)
@@ -268,39 +275,59 @@ def occurrences(
     every component.
     """
     shape = np.zeros(int(component.max()) + 1, np.uint64)
-    turn = np.zeros(ledger.size, np.int64)
+    # axes in order, then blocks, which lie on none
+    order = np.lexsort((known.colour, known.axis.view(np.uint64)))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    turn = rank.copy()
     name = mix((mix(known.axis) ^ known.colour).view(np.int64))
-    real = np.flatnonzero(known.axis >= 0)
-    key = np.stack([component[real], known.axis[real], known.colour[real].view(np.int64)])
-    order = np.lexsort(key)
-    turn[real[order]] = 1 + np.arange(len(real))  # by colour, then by label
-    equal = (np.diff(key[:, order], axis=1) == 0).all(0)
+    key = np.stack([known.axis, known.colour.view(np.int64), component])
+    key = key[:, np.lexsort(key)]
     unclear = np.zeros(len(shape), bool)
-    unclear[component[real[order[1:][equal]]]] = True
-    walks: dict[int, dict[int, list[tuple[int, int]]]] = {
-        c: {} for c in np.flatnonzero(unclear).tolist()
-    }
-    for e in ledger.edges if walks else ():
-        if e.node <= last:
-            for i in np.flatnonzero(unclear[component[e.a]]).tolist():
-                a, b = int(e.a[i]), int(e.b[i])
-                steps = walks[int(component[a])]
-                steps.setdefault(a, []).append((2 * e.node, b))
-                steps.setdefault(b, []).append((2 * e.node + 1, a))
-    for c, steps in walks.items():
-        queue = [min(steps, key=lambda label: (known.axis[label], int(known.colour[label]), label))]
-        seen = {queue[0]: 0}
-        for a in queue:
-            for _, b in sorted(steps[a], key=lambda s: (s[0], known.axis[s[1]], s[1])):
-                if b not in seen:
-                    seen[b] = len(seen)
-                    queue.append(b)
-        edges = [(seen[a], kind, seen[b]) for a, found in steps.items() for kind, b in found]
-        shape[c] = mix(np.array([hash(tuple(sorted(edges)))]))[0]
-        for label, number in seen.items():
-            turn[label] = number
-            name[label] = mix(np.array([name[label]]).view(np.int64) ^ (number + 1))[0]
+    unclear[key[2, 1:][(np.diff(key, axis=1) == 0).all(0)]] = True
+    a, b, node = _edges(ledger, last)
+    tied = np.flatnonzero(unclear[component[a]])
+    tied = tied[np.argsort(component[a[tied]], kind="stable")]
+    a, b, node = a[tied], b[tied], node[tied]
+    if runs := _runs(component[a]):
+        walks = [_walk(a[i:j], b[i:j], node[i:j], rank) for _, i, j in runs]
+        shape[[c for c, _, _ in runs]] = mix([form for _, form in walks])
+        met = np.concatenate([labels for labels, _ in walks])
+        turn[met] = np.concatenate([np.arange(len(labels)) for labels, _ in walks])
+        name[met] = mix(name[met].view(np.int64) ^ (1 + turn[met]))
     return turn, name, shape
+
+
+def _walk(a: Ints, b: Ints, node: Ints, rank: Ints) -> tuple[list[int], int]:
+    """The labels of one feature, as they are met along its edges; a hash of the numbered edges."""
+    steps: dict[int, list[tuple[int, int, int]]] = {}
+    for x, y, n, of_x, of_y in np.stack([a, b, node, rank[a], rank[b]], 1).tolist():
+        steps.setdefault(x, []).append((2 * n, of_y, y))
+        steps.setdefault(y, []).append((2 * n + 1, of_x, x))
+    seen = {min(steps, key=rank.__getitem__): 0}
+    queue = list(seen)
+    for x in queue:
+        for _, _, y in sorted(steps[x]):
+            if y not in seen:
+                seen[y] = len(seen)
+                queue.append(y)
+    numbered = sorted((seen[x], way, seen[y]) for x in steps for way, _, y in steps[x])
+    return queue, hash(tuple(numbered))
+
+
+def _in_parts(turn: Ints, kind: Ints, part: Hashes) -> Ints:
+    """The order of labels once features and blocks that go one to one are joined.
+
+    A feature that `y.flip(1) + y` ties with its mirror image has two labels, and each of the two a
+    mean over positions: what they were joined from tells the means apart, and its order has to be
+    the same for all features of a class.
+    """
+    joined = np.flatnonzero(part)
+    where = mix((part[joined] ^ mix(kind[joined])).view(np.int64))
+    _, first, group = np.unique(where, return_index=True, return_inverse=True)
+    found = turn.copy()
+    found[joined[np.lexsort((turn[joined], first[group]))]] = np.arange(len(joined))
+    return found
 
 
 def _nest(

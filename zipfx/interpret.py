@@ -63,7 +63,7 @@ class Heard:
 class NodeFacts:
     """What one graph node computed.
 
-    values: labels of the tensors in its result, in pytree order; kind: the largest of theirs
+    values: features of the tensors in its result, in pytree order; kind: the largest of theirs
     (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
     whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
     and make inside it.
@@ -261,7 +261,7 @@ class _Interpreter(fx.Interpreter):
 
     def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
         leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        labels = tuple(self.mode.of(t) for t in leaves)
+        labels = tuple(replace(self.mode.of(t), fixed=()) for t in leaves)
         owners = (self.mode.shadows.owner(t) for t in leaves)
         return NodeFacts(
             labels,

@@ -10,11 +10,11 @@ import bisect
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zipfx.labels import (
     Hashes,
@@ -116,9 +116,11 @@ class Ledger:
     alive: list[tuple[Ints, int]] = field(default_factory=list)
     traits: dict[int, set[str]] = field(default_factory=dict)
     size: int = 1  # label 0 is "none"
-    _unique: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _seen: dict[tuple[int, int], Any] = field(default_factory=dict)
-    _blocks: dict[tuple[int, frozenset[int]], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # what is known of a slot, for as long as it lives
+    _unique: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _entangled: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _blocks: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _alive: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _parted: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def trait(self, name: str) -> None:
@@ -223,9 +225,10 @@ class Ledger:
 
     def _ids(self, slot: Tensor) -> Tensor:
         """The labels of a slot, each once, sorted."""
-        if id(slot) not in self._unique:
-            self._unique[id(slot)] = slot, torch.unique(slot)  # keeps it alive: ids stay unique
-        return self._unique[id(slot)][1]
+        if slot not in self._unique:
+            self._unique[slot] = torch.unique(slot)
+        found: Tensor = self._unique[slot]
+        return found
 
     def ids(self, slots: Sequence[Tensor]) -> Tensor:
         """The labels of several slots, each once."""
@@ -249,10 +252,10 @@ class Ledger:
         if not rest:
             return torch.zeros([1] * slot.ndim, dtype=torch.int64)
         self.trait("mixes")
-        key = id(slot), along
-        if key not in self._blocks:
-            self._blocks[key] = slot, self._new_blocks(slot, rest, fixed)
-        return self._blocks[key][1]
+        known: dict[frozenset[int], Tensor] = self._blocks.setdefault(slot, {})
+        if along not in known:
+            known[along] = self._new_blocks(slot, rest, fixed)
+        return known[along]
 
     def _belongs(self, a: Ints, b: Ints, way: Hashes) -> None:
         salt = mix(len(self.members) + 3)
@@ -271,6 +274,8 @@ class Ledger:
         _, first, row = np.unique(
             hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
         )
+        turns = np.argsort(first)  # numbered as they come
+        row, first = np.argsort(turns)[row], first[turns]
         flat, ways = flat[first], ways[first]
         ids = self._fresh(len(first)).numpy()
         ids = np.where((flat > 0).any(-1), ids, 0)
@@ -331,9 +336,10 @@ class Ledger:
     def entangle(self, features: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
         """Colour features by the pattern of every fixed slot that varies along their dimensions."""
         for f in features:
+            met = self._entangled.setdefault(f, WeakTensorKeyDictionary())
             for p in fixed:
-                if support(f) & support(p) and (id(f), id(p)) not in self._seen:
-                    self._seen[id(f), id(p)] = (f, p)  # keeps them alive: ids stay unique
+                if support(f) & support(p) and p not in met:
+                    met[p] = True
                     self._colour_pattern(f, p)
 
     def _colour_pattern(self, f: Tensor, p: Tensor) -> None:
@@ -353,8 +359,8 @@ class Ledger:
         """These features reach data at the current node (weights alone do not make a space)."""
         if labels.kind == Kind.DATA:
             for slot in labels.features:
-                if (id(slot), -1) not in self._seen:
-                    self._seen[id(slot), -1] = slot
+                if slot not in self._alive:
+                    self._alive[slot] = True
                     self.alive.append((self._ids(slot).numpy(), self.node))
 
 

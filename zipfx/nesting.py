@@ -30,12 +30,14 @@ _ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
 class Nesting:
     """Classes and blocks of n given vertices (joined ones share a number).
 
-    vertex: (n,) number of each given vertex, below V; kind: (V,) class; cell: (V,) vertices of one
+    vertex: (n,) number of each given vertex, below V; part: (n,) which of those that were joined
+    into one it is, alike in all vertices of a class; kind: (V,) class; cell: (V,) vertices of one
     class that may be exchanged share a cell; child, ancestor: pairs of vertices, all generations;
     overlapping: (V,) bool, left alone because blocks overlap.
     """
 
     vertex: Ints
+    part: Hashes
     kind: Ints
     cell: Ints
     child: Ints
@@ -75,6 +77,7 @@ class _State:
     def __init__(self, colour: Hashes, a: Ints, b: Ints, role: Hashes) -> None:
         self.colour = colour
         self.vertex = np.arange(len(colour))
+        self.part = np.zeros(len(colour), np.uint64)
         self.overlapping = np.zeros(len(colour), bool)
         self.settled = np.zeros(0, np.int64)  # pairs that a common parent stands for
         self.kind = np.zeros(0, np.int64)
@@ -105,7 +108,8 @@ class _State:
         self.role = np.concatenate([self.role, np.full(a.shape, role)])
 
     def join(self, a: Ints, b: Ints) -> None:
-        """Make each a[i] and b[i] one vertex; pairs remember which of the two they were with.
+        """Make each a[i] and b[i] one vertex; pairs, and the vertices given, remember which of the
+        two they were with: no two of a class become one, so that the class tells.
 
         What would make two vertices of one class the same goes round in a circle: it is held.
         """
@@ -122,6 +126,8 @@ class _State:
             return
         joined = np.zeros(n, bool)
         joined[a] = joined[b] = True
+        told = mix((self.part ^ mix(self.kind[self.vertex])).view(np.int64))
+        self.part = np.where(joined[self.vertex], told, self.part)
         for end, salt in ((self.a, 1), (self.b, 2)):
             told = mix(self.role.view(np.int64) ^ mix(3 * self.kind[end] + salt).view(np.int64))
             self.role = np.where(joined[end], told, self.role)
@@ -260,6 +266,7 @@ class _State:
         found = closure.tocoo()
         return Nesting(
             self.vertex,
+            self.part,
             kind,
             cell,
             found.coords[0].astype(np.int64),

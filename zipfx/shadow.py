@@ -45,6 +45,16 @@ class Shadows:
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
+        self._passing: set[int] = set()  # of what nodes made, which lives no longer than needed
+        self._most = 32  # then look which of them are gone
+
+    def _forget(self) -> None:
+        """Drop the labels of storages that are gone."""
+        gone = {key for key in self._passing if self._records[key].ref.expired()}
+        for key in gone:
+            del self._records[key]
+        self._passing -= gone
+        self._most = 32 + 2 * len(self._passing)
 
     def _record(self, t: Tensor) -> _Record | None:
         record = self._records.get(_key(t))
@@ -68,6 +78,10 @@ class Shadows:
         g = geometry(t)
         ref = StorageWeakRef(t.untyped_storage())
         self._records[_key(t)] = _Record(ref, node, g, {g: labels})
+        if node >= 0:
+            self._passing.add(_key(t))
+            if len(self._passing) > self._most:
+                self._forget()
 
     def get(self, t: Tensor) -> Labels | None:
         """The labels of a tensor; None if its storage is unknown or seen through another dtype."""

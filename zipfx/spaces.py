@@ -181,7 +181,10 @@ class SpaceMap:
         twin = copy.deepcopy(model)
         tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
         tensors.update(twin.named_buffers(remove_duplicate=False))
-        permute_axes(tensors, [self[name] for name in permutations], permutations)
+        with torch.no_grad():
+            moves = axis_moves([self[name] for name in permutations], permutations)
+            for name, mine in moves.items():
+                tensors[name].copy_(moved(tensors[name], mine))
         return twin
 
     def draw(self, path: str | Path) -> None:
@@ -226,31 +229,38 @@ class SpaceMap:
         )
 
 
-def permute_axes(
-    tensors: Mapping[str, Tensor], spaces: Sequence[Space], orders: Mapping[str, Tensor]
-) -> None:
-    """Move feature orders[name][j] of each space to position j on all its axes, in place."""
+#: the axes of one parameter that are permuted together, each with the new order of its features
+Moves = list[list[tuple[Axis, Tensor]]]
+
+
+def axis_moves(spaces: Sequence[Space], orders: Mapping[str, Tensor]) -> dict[str, Moves]:
+    """What moves on each parameter when feature orders[name][j] of each space goes to position j;
+    rows before what lies in their parts."""
     for space in spaces:
         _check_order(space, orders[space.name])
-    axes: dict[tuple[str, int, int], list[tuple[Axis, Tensor]]] = {}
+    found: dict[str, dict[tuple[int, int], list[tuple[Axis, Tensor]]]] = {}
     for space in spaces:
         for axis in space.axes:
             if not axis.implied:
-                key = axis.parameter, axis.dim, axis.parts
-                axes.setdefault(key, []).append((axis, orders[space.name]))
-    with torch.no_grad():
-        for (name, dim, parts), moves in sorted(axes.items(), key=lambda item: item[0][2]):
-            t, by = tensors[name], moves[0][0].by  # rows move before what lies in their parts
-            source = torch.arange(t.shape[dim] * parts)
-            for axis, order in moves:
-                step = torch.arange(len(source))
-                step[axis.index.flatten()] = axis.index[order].flatten()
-                source = source[step]
-            if by < 0:
-                t.copy_(t.index_select(dim, source.to(t.device)))
-            else:
-                rows = by_rows(source % t.shape[dim], dim, by, parts, t.shape)
-                t.copy_(t.gather(dim, rows.to(t.device)))
+                mine = found.setdefault(axis.parameter, {}).setdefault((axis.parts, axis.dim), [])
+                mine.append((axis, orders[space.name]))
+    return {name: [mine[key] for key in sorted(mine)] for name, mine in found.items()}
+
+
+def moved(t: Tensor, moves: Moves) -> Tensor:
+    """A parameter with its features in their new order."""
+    for together in moves:
+        dim, by, parts = together[0][0].dim, together[0][0].by, together[0][0].parts
+        source = torch.arange(t.shape[dim] * parts)
+        for axis, order in together:
+            step = torch.arange(len(source))
+            step[axis.index.flatten()] = axis.index[order].flatten()
+            source = source[step]
+        if by < 0:
+            t = t.index_select(dim, source.to(t.device))
+        else:
+            t = t.gather(dim, by_rows(source % t.shape[dim], dim, by, parts, t.shape).to(t.device))
+    return t
 
 
 def _check_order(space: Space, order: Tensor) -> None:

@@ -6,62 +6,95 @@ shows here, and only here.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zipfx.spaces import Space, SpaceMap, permute_axes, select
-from zipfx.trace import clone_tensors, named_tensors
+from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
+from zipfx.trace import alias, clone_tensors, named_tensors
 
 
-class _Recorder(fx.Interpreter):
-    """Runs a graph and keeps the values of some nodes, as the last node of the trunk left them."""
+class _Runner(fx.Interpreter):
+    """Runs a graph in float64, with parameters that are permuted when they are used, and keeps the
+    values of some nodes, as the last node of the trunk left them.
 
-    def __init__(self, module: fx.GraphModule, keep: Sequence[str], last: str) -> None:
-        super().__init__(module)
-        self.keep, self.last = set(keep), last
+    A copy of the whole model would take more memory than all else together. What the graph writes
+    to lives as long as the run.
+    """
+
+    def __init__(self, state: _State, moves: Mapping[str, Moves]) -> None:
+        super().__init__(state.module, graph=state.graph)
+        self.state, self.moves = state, moves
+        self.written: dict[str, Tensor] = {}
         self.kept: dict[str, Any] = {}
         self.lowest = torch.float64
+
+    def own(self, t: Tensor) -> Tensor:
+        """A parameter or buffer of the module as this run sees it."""
+        name = self.state.names.get(id(t), "")  # else a constant in a module's attribute
+        if not name or name in self.written:
+            return self.written.get(name, t)
+        value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
+        if name in self.state.written:
+            self.written[name] = value
+        return value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        leaf = self.fetch_attr(str(target))
+        tensors = {name: self.own(t) for name, t in named_tensors(leaf).items()}
+        return functional_call(leaf, tensors, args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = self.fetch_attr(str(target))
+        return self.own(value) if isinstance(value, Tensor) else value
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         for t in tree_leaves(value):
             if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
                 self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
-        if n.name == self.last:
-            seen = {m.name: v for m, v in (*self.env.items(), (n, value)) if m.name in self.keep}
-            self.kept = clone_tensors(seen)
+        if n.name == self.state.last:
+            seen = {m.name: v for m, v in (*self.env.items(), (n, value))}
+            self.kept = clone_tensors({name: seen[name] for name in self.state.keep})
         return value
 
 
-def _scrambled(module: fx.GraphModule, seed: int) -> fx.GraphModule:
-    """A float64 copy whose constant parameters (fresh norms, zero biases) are made uneven."""
-    memo: dict[int, Any] = {}
-    for p in module.parameters():
-        memo[id(p)] = torch.nn.Parameter(_fresh(p.detach()), requires_grad=False)
-    memo |= {id(b): _fresh(b) for b in module.buffers()}
-    twin = copy.deepcopy(module, memo)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for t in [*twin.parameters(), *twin.buffers()]:
+class _State:
+    """The model under test, on its own memory; constant parameters (fresh norms, zero biases) are
+    made uneven."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        written: Collection[str],
+        keep: Sequence[str],
+        last: str,
+        seed: int,
+    ) -> None:
+        self.module, self.graph = alias(module), module.graph
+        self.written, self.keep, self.last = written, keep, last
+        named = named_tensors(self.module)
+        self.names = {id(t): name for name, t in named.items()}
+        self.uneven: dict[str, Tensor] = {}
+        generator = torch.Generator().manual_seed(seed)
+        for name, t in named.items():
             if t.is_floating_point() and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
                 noise = torch.rand(t.shape, generator=generator, dtype=torch.float64)
-                t.copy_(noise.to(t.device) + 0.5)
-    return twin
+                self.uneven[name] = noise.to(t.device) + 0.5
 
-
-def _run(
-    module: fx.GraphModule, inputs: Sequence[Any], keep: Sequence[str], last: str
-) -> tuple[dict[str, Any], float]:
-    recorder = _Recorder(module, keep, last)
-    with torch.no_grad():
-        recorder.run(*tree_map(_fresh, tuple(inputs)))
-    return recorder.kept, torch.finfo(recorder.lowest).eps
+    def run(
+        self, inputs: Sequence[Any], moves: Mapping[str, Moves] | None = None
+    ) -> tuple[dict[str, Any], float]:
+        """The values of the kept nodes, and the precision of the coarsest value in between."""
+        runner = _Runner(self, moves or {})
+        with torch.no_grad():
+            runner.run(*tree_map(_fresh, tuple(inputs)))
+        return runner.kept, torch.finfo(runner.lowest).eps
 
 
 def _fresh(t: Any) -> Any:
@@ -74,49 +107,46 @@ def failing_spaces(
     module: fx.GraphModule,
     spaces: SpaceMap,
     inputs: Sequence[Any],
+    written: Collection[str] = (),
     keep: Sequence[str] | None = None,
     last: str | None = None,
     seed: int = 0,
 ) -> set[str]:
     """Names of the spaces that can not be permuted without changing what `module` computes.
 
+    written: the parameters and buffers that its graph writes to.
     keep: nodes whose values are compared once node `last` has run (default: the output); features
     at these nodes are expected in their new order, so that a trunk is checked without its heads.
     """
-    twin = _scrambled(module, seed)
     output = next(iter(reversed(module.graph.nodes))).name
-    keep, last = keep or [output], last or output
-    before, eps = _run(twin, inputs, keep, last)
+    keep = keep or [output]
+    state = _State(module, written, keep, last or output, seed)
+    before, eps = state.run(inputs)
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is
     drawn = spaces.random_permutations(seed)
     orders = {space.name: cycle(drawn[space.name], space.blocks) for space in spaces}
-    tensors = named_tensors(twin)
 
     bad: set[str] = set()
     noise: list[float] = []  # how much rounding alone changes the outputs, once it is asked for
 
-    def near(expected: dict[str, Any], found: dict[str, Any]) -> bool:
+    def near(expected: dict[str, Any], found: dict[str, Any], moves: dict[str, Moves]) -> bool:
         if all(_close(expected[name], found[name], tolerance) for name in keep):
             return True
         if not noise:
             shaken = tree_map(lambda t: _shaken(t, eps), tuple(inputs))
-            noise.append(_distance(found, _run(twin, shaken, keep, last)[0]))
+            noise.append(_distance(found, state.run(shaken, moves)[0]))
         return all(_close(expected[name], found[name], 16 * noise[0]) for name in keep)
 
-    def holds(names: Sequence[str], final: bool = False) -> bool:
+    def holds(names: Sequence[str]) -> bool:
         chosen = [spaces[name] for name in names]
-        permute_axes(tensors, chosen, orders)
-        after, _ = _run(twin, inputs, keep, last)
+        moves = axis_moves(chosen, orders)
+        after, _ = state.run(inputs, moves)
         expected = {name: _reordered(before[name], name, chosen, orders) for name in keep}
-        fine = near(expected, after)
-        if not (fine and final):  # else nothing follows: leave them
-            for space in reversed(chosen):
-                permute_axes(tensors, [space], {space.name: torch.argsort(orders[space.name])})
-        return fine
+        return near(expected, after, moves)
 
     def search(names: Sequence[str]) -> set[str]:
-        if holds(names, final=len(names) + len(bad) == len(spaces)):
+        if holds(names):
             return set()
         if len(names) == 1:
             return set(names)
