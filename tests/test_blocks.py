@@ -572,7 +572,6 @@ def test_weights_made_by_a_network_of_constants() -> None:
     assert (7, ()) in sizes(model, data(5, 8))
 
 
-@pytest.mark.xfail(strict=True, reason="groups of the batch times the features are not understood")
 def test_dynamic_depthwise_kernels() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         y = F.relu(s.a(x))
@@ -583,3 +582,100 @@ def test_dynamic_depthwise_kernels() -> None:
 
     model = Net(forward, a=nn.Conv2d(3, 6, 1), k=nn.Linear(6, 54), h=nn.Conv2d(6, 2, 1))
     assert sizes(model, data(3, 4, 4)) == [(6, ())]
+    law1(model, 3, 4, 4)
+
+
+# ----------------------------------------------------------- kernels that are shared, or computed
+WAVELETS = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2.0
+
+
+def kernels(k: Tensor, *repeats: int) -> Tensor:
+    """One of 2 x 2 in every row, repeated."""
+    return k.view(-1, 1, 2, 2).repeat(*repeats, 1, 1, 1)
+
+
+SHARED: dict[str, tuple[Callable[[Any, Tensor], Tensor], int, Any, list[Size]]] = {
+    "one constant": (
+        lambda s, y: F.conv2d(y, s.k.expand(6, 1, 2, 2), groups=6),
+        6, torch.rand(1, 1, 2, 2), [(6, ())],
+    ),
+    "one parameter": (
+        lambda s, y: F.conv2d(y, s.k.expand(6, 1, 2, 2), groups=6),
+        6, parameter(1, 1, 2, 2), [(6, ())],
+    ),
+    "wavelets": (
+        lambda s, y: F.conv2d(y, kernels(s.k, 6), stride=2, groups=6),
+        24, WAVELETS, [(4, ()), (6, ())],
+    ),
+    "written wavelets": (
+        lambda s, y: F.conv2d(y, kernels(WAVELETS.double(), 6), stride=2, groups=6),
+        24, None, [(6, ())],
+    ),
+    "inverse wavelets": (
+        lambda s, y: F.conv_transpose2d(y.repeat_interleave(4, 1), kernels(s.k, 6), groups=6),
+        6, WAVELETS, [(6, ())],
+    ),
+    "one for each head": (
+        lambda s, y: F.conv2d(y, s.k.softmax(-1).repeat_interleave(3, 0), groups=6),
+        6, parameter(2, 1, 2, 2), [(2, ()), (6, (3, 3))],
+    ),
+    "alternating": (
+        lambda s, y: F.conv2d(y, s.k.repeat(3, 1, 1, 1), groups=6),
+        6, parameter(2, 1, 2, 2), [(2, ()), (6, (3, 3))],
+    ),
+    "whole groups": (
+        lambda s, y: F.conv2d(y, s.k.repeat(2, 1, 1, 1), groups=2),
+        8, parameter(4, 3, 2, 2), [(2, ()), (3, ()), (4, ())],
+    ),
+    "whole groups, transposed": (
+        lambda s, y: F.conv_transpose2d(y, s.k.repeat(2, 1, 1, 1), groups=2),
+        8, parameter(3, 4, 2, 2), [(2, ()), (3, ()), (4, ())],
+    ),
+    "some rows": (
+        lambda s, y: F.conv2d(y, s.k[:4], groups=2),
+        4, parameter(6, 3, 2, 2), [(2, ()), (3, ()), (4, (2, 2))],
+    ),
+    "rows in another order": (
+        lambda s, y: F.conv2d(y, s.k[torch.tensor([0, 2, 1, 3])], groups=2),
+        4, parameter(4, 3, 2, 2), [(2, ()), (3, ()), (4, (2, 2))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_grouped_convolution_with_shared_kernels(name: str) -> None:
+    """What tells its channels apart is not the weight alone."""
+    convolve, channels, k, expected = SHARED[name]
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(convolve(s, F.relu(s.a(x))).tanh().flatten(2).sum(2))
+
+    parts = {} if k is None else {"k": k}
+    model = Net(forward, a=nn.Conv2d(3, 6, 1), **parts, h=nn.Linear(channels, 3))
+    law1(model, 3, 4, 4)
+    assert sizes(model, data(3, 4, 4)) == expected
+    law3(model, 3, 4, 4, seeds=[0, 1])
+    law3(model, 3, 4, 4, seeds=[0], partial="a")
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (8, 1), (1, 2), (1, 8)])
+def test_a_kernel_made_by_a_network(rows: int, groups: int) -> None:
+    """Its positions keep their order in every channel."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        kernel = s.k(s.z).view(8, 8 // groups, 2, 2)
+        return s.h(F.conv2d(F.relu(s.a(x)), kernel, groups=groups).tanh().flatten(2).sum(2))
+
+    ends = {"a": nn.Conv2d(3, 8, 1), "h": nn.Linear(8, 3)}
+    network = {"z": parameter(rows, 5), "k": nn.Linear(5, 8 * 8 * 4 // rows // groups)}
+    model = Net(forward, **network, **ends)
+    law1(model, 3, 4, 4)
+    found = [(8, ())] if groups == 8 else [(8, ())] * 2 if groups == 1 else [(8, (4, 4))] * 2
+    assert sizes(model, data(3, 4, 4))[-len(found) :] == found
+
+
+def test_an_operation_that_writes_and_returns() -> None:
+    """rrelu writes down the slopes that it drew."""
+    model = Net(lambda s, x: s.h(F.rrelu(s.a(x))), a=nn.Linear(5, 6), h=nn.Linear(6, 3))
+    assert sizes(model, data(5)) == [(6, ())]
+    law1(model, 5)
