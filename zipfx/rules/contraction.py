@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, beyond, broadcast, placed, project, support
+from zipfx.labels import Kind, Labels, beyond, broadcast, placed, positions, project, support
 from zipfx.ledger import Contraction, Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.pointwise import join, meet, not_elementwise, reduce
@@ -201,3 +201,17 @@ def _embedding(call: Call) -> Labels:
     call.ledger.produced.extend((s.reshape(-1).numpy(), call.ledger.node) for s in made)
     places = carried(ids.fixed, {d: d for d in range(n)}, n + 1)
     return Labels(shape, tuple(made), tuple(places), Kind.DATA)
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: Call) -> tuple[Labels, ...]:
+    """Rows chosen by the input, of which every bag makes one."""
+    w, ids, ledger = call.labels("weight"), call.labels("indices"), call.ledger
+    ledger.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
+    if call.arg("per_sample_weights") is not None:
+        ledger.pin(call.labels("per_sample_weights").features, "weighs rows chosen by the input")
+    made = carried(w.features, {1: 1}, 2)
+    ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in made)
+    shapes = [tuple(t.shape) for t in call.result]
+    bags = Labels(shapes[0], tuple(made), positions(shapes[0], [0]), Kind.DATA)
+    return (bags, *(Labels(s, (), positions(s), ids.kind) for s in shapes[1:]))

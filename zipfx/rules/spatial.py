@@ -210,28 +210,25 @@ def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
+_RESIZING = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""".split()
+
+
 @rule(
     "max_pool2d_with_indices",
     "max_pool3d_with_indices",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
     "avg_pool2d",
     "avg_pool3d",
     "_adaptive_avg_pool2d",
     "_adaptive_avg_pool3d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_linear1d",
-    "upsample_bilinear2d.vec",
-    "upsample_bicubic2d.vec",
-    "upsample_linear1d.vec",
-    "upsample_nearest2d.vec",
-    "upsample_nearest1d.vec",
-    "upsample_nearest2d",
-    "upsample_nearest1d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "upsample_trilinear3d.vec",
+    *(name + overload for name in _RESIZING for overload in ("", ".vec")),
 )
 def _pool(call: Call) -> Any:
     """Local operations on the trailing dims of (N, C, ...): channels pass, pixels are new."""
@@ -250,6 +247,21 @@ def _pool(call: Call) -> Any:
         x.kind,
     )
     return (y,) * len(call.result) if isinstance(call.result, tuple) else y
+
+
+@rule("grid_sampler_2d", "grid_sampler_3d", "max_unpool2d", "max_unpool3d")
+def _resample(call: Call) -> Labels:
+    """Pixels of every channel are moved to where the second operand says."""
+    x, where = (call.of(t) for t in call.tensors())
+    spatial = set(range(2, len(x.shape)))
+    x = slide(call.ledger, x, spatial)
+    shape = tuple(call.result.shape)
+    y = Labels(shape, x.features, (*beyond(x.fixed, spatial), *positions(shape, spatial)), x.kind)
+    if "grid" in str(call.op):  # the same for all channels
+        call.ledger.pin(where.features, "says which pixels are read")
+        return replace(y, kind=max(x.kind, where.kind))
+    where = slide(call.ledger, where, spatial)  # of every channel its own
+    return join(call.ledger, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
 
 
 @rule("col2im")
