@@ -689,6 +689,33 @@ def test_dynamic_depthwise_kernels() -> None:
     law1(model, 3, 4, 4)
 
 
+# ------------------------------------------------------------------------ features summed in pairs
+TURNED = (torch.arange(6)[:, None] - torch.arange(6)[None]) % 6
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda s, y, z: F.linear(y, s.c[TURNED]),
+        lambda s, y, z: (y[:, None] * s.c[TURNED]).sum(2),
+        lambda s, y, z: (y[:, TURNED] * s.c).sum(2),
+        lambda s, y, z: torch.einsum("bj,bij->bi", y, z[:, TURNED]),
+        lambda s, y, z: F.linear(
+            y, s.d[TURNED[:3, :3] % 3].transpose(1, 2).flatten(2).flatten(0, 1)
+        ),
+    ],
+    ids="circulant summed turned bound blocks".split(),
+)
+def test_sums_over_pairs_keep_their_order(product: Any) -> None:
+    """A circular convolution reads and makes the same features in every row, in another order."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(F.relu(product(s, F.relu(s.a(x)), s.b(x))))
+
+    weights = {"c": parameter(6), "d": parameter(3, 2, 2), "h": nn.Linear(6, 3)}
+    law1(Net(forward, a=nn.Linear(5, 6), b=nn.Linear(5, 6), **weights), 5)
+
+
 # ----------------------------------------------------------- kernels that are shared, or computed
 WAVELETS = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2.0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, beyond, broadcast, placed, positions, project, support
+from zipfx.labels import Kind, Labels, broadcast, placed, positions, project, support
 from zipfx.ledger import Contraction, Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.pointwise import join, meet, not_elementwise, reduce
@@ -40,8 +40,7 @@ def contract(
     fixed = (*left.fixed, *right.fixed)
     shape = list(torch.broadcast_shapes(left.shape, right.shape))
     shape[k] = 1
-    features = reduce(ledger, slots, {k}, fixed)
-    return Labels(tuple(shape), features, beyond(fixed, {k}), max(x.kind, w.kind))
+    return Labels(tuple(shape), *reduce(ledger, slots, {k}, fixed), max(x.kind, w.kind))
 
 
 def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
@@ -185,8 +184,7 @@ def _bilinear(call: Call) -> Labels:
                 note_reading(ledger, s, [f for f in met if support(f) == support(s)])
     product = join(ledger, operands, shapes)
     ledger.trait("mixes")
-    features = reduce(ledger, product.features, summed, product.fixed)
-    left = Labels(shapes, features, beyond(product.fixed, summed), product.kind)
+    left = Labels(shapes, *reduce(ledger, product.features, summed, product.fixed), product.kind)
     keep = {d: i for i, d in enumerate(d for d in range(ndim) if d not in summed)}
     return placed(left, keep, len(keep))
 

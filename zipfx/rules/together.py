@@ -45,7 +45,8 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
     """
     if any(support(slot) & dims for slot in x.features):
         ledger.trait("mixes")
-    return replace(x, features=reduce(ledger, x.features, dims, x.fixed))
+    features, fixed = reduce(ledger, x.features, dims, x.fixed)
+    return replace(x, features=features, fixed=fixed)
 
 
 @rule(
