@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -67,6 +69,80 @@ def test_inputs_of_other_kinds_are_fine_where_the_model_takes_them() -> None:
     assert spaces_of(embedded, torch.tensor(3)) == [8]  # a scalar
     assert spaces_of(mlp(), torch.randn(3)) == [8]  # no batch
     assert spaces_of(mlp(), torch.randn(0, 3)) == [8]  # an empty one
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Of tensors, as an input or an output."""
+
+    first: Tensor
+    second: Tensor | None = None
+
+
+@dataclass
+class Named(OrderedDict[str, Any]):
+    """An output as in transformers: a dataclass that is also a dict of what is not None."""
+
+    logits: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({k: v for k, v in vars(self).items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("wrap", "get"),
+    [
+        (lambda y, z: Pair(y, z), lambda out: out.second),
+        (lambda y, z: {"deep": [Pair(y), Pair(z)]}, lambda out: out["deep"][1].first),
+        (lambda y, z: OrderedDict(y=y, z=z), lambda out: out["z"]),
+        (lambda y, z: Named(loss=y, logits=z), lambda out: out.logits),
+    ],
+    ids=["dataclass", "deep", "ordered", "named"],
+)
+@pytest.mark.parametrize("partial", [None, "net.0"])
+def test_outputs_keep_their_type_and_are_pinned(wrap: Any, get: Any, partial: str | None) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.net(x)
+        return wrap(y, m.out(y.relu()))
+
+    model = Forward(forward, net=mlp(), out=nn.Linear(2, 3)).eval()
+    x = torch.randn(8, 3)
+    assert spaces_of(model, x) == [8]
+    merged = zipfx.zip([model, model], [x], partial=partial, repair="none", progress=False)
+    found = merged(x) if partial is None else zipfx.head(merged, 1)(x)
+    assert type(found) is type(model(x))
+    assert torch.allclose(get(found), get(model(x)))
+
+
+def test_a_dataclass_as_input() -> None:
+    def forward(m: Any, pair: Pair) -> Tensor:
+        return m.net(pair.first.add_(pair.second))
+
+    model, pair = Forward(forward, net=mlp()).eval(), Pair(torch.randn(8, 3), torch.randn(8, 3))
+    x, kept = pair.first, pair.first.clone()
+    assert spaces_of(model, pair) == [8]
+    batches, options = [pair], {"batch_to_args": lambda pair: pair, "progress": False}
+    merged = zipfx.zip([model, model], batches, matcher="permute", repair="none", **options)
+    assert torch.equal(x, kept)
+    assert torch.allclose(merged(Pair(x.clone(), pair.second)), model(Pair(x.clone(), pair.second)))
+
+
+class ByName(nn.Module):
+    """Arguments that must be named, with defaults and without, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, scale: float) -> Tensor:
+        return self.net(x if mask is None else x * mask) * scale
+
+
+def test_arguments_that_must_be_named() -> None:
+    model, batch = ByName().eval(), {"x": torch.randn(8, 3), "scale": 2.0}
+    merged = zipfx.zip([model, model], [batch], repair="none", progress=False)
+    assert torch.allclose(merged(**batch), model(**batch))
 
 
 def single(m: nn.Module, x: Tensor) -> Tensor:

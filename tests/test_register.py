@@ -275,7 +275,7 @@ def test_a_rule_of_the_user_comes_before_the_built_in_one() -> None:
         (aten.t.default, "movement", "aten::t gives a view"),
         (aten.matmul.default, "pointwise", "aten::matmul is made of other operations"),
         (ops.turn.default, aten.roll.default, r"same; it has no \['self', 'shifts'\]"),
-        (ops.dense.default, aten.sort.default, "aten::sort, which has no rule itself"),
+        (ops.dense.default, aten.linalg_qr.default, "aten::linalg_qr, which has no rule itself"),
         (ops.dense.default, aten.embedding.default, r"no \['indices'\], and \['input', 'bias'\]"),
     ],
 )

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError
+from zipfx.trace import leaves, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 BatchToArgs = Callable[[Any], Any]
@@ -47,10 +47,10 @@ class Calibration:
                 if size is not None and size > left:
                     args, kwargs = first_samples((args, kwargs), left)
                 left -= size or 1
-            yield tree_map(self._move, (args, kwargs))
+            yield map_tensors(self._move, (args, kwargs))
 
-    def _move(self, t: Any) -> Any:
-        return t.to(self.device) if isinstance(t, Tensor) and self.device is not None else t
+    def _move(self, t: Tensor) -> Tensor:
+        return t if self.device is None else t.to(self.device)
 
     def _arguments(self, batch: Any) -> Arguments:
         if self.batch_to_args is not None:
@@ -81,9 +81,7 @@ def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:
 
 def batch_size(arguments: Any) -> int | None:
     """The common first dimension of all tensors; None if they have none in common."""
-    sizes = {
-        t.shape[0] if t.ndim else None for t in tree_leaves(arguments) if isinstance(t, Tensor)
-    }
+    sizes = {t.shape[0] if t.ndim else None for t in leaves(arguments) if isinstance(t, Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -91,7 +89,7 @@ def first_samples(arguments: Any, n: int) -> Any:
     """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
     if batch_size(arguments) is None:
         return arguments
-    return tree_map(lambda t: t[:n] if isinstance(t, Tensor) else t, arguments)
+    return map_tensors(lambda t: t[:n], arguments)
 
 
 def calibration(
@@ -168,7 +166,7 @@ def example_arguments(
     """
     if example is not None:
         args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-        args = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, args)
+        args = map_tensors(lambda t: t.to(device), args)
     else:
         assert data is not None
         batch = next(iter(data), None)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
-from zipfx.trace import clone_tensors, named_tensors
+from zipfx.trace import clone_tensors, leaves, named_tensors
 
 
 def module_paths(node: fx.Node) -> list[str]:
@@ -256,7 +255,7 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
             result = module(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
-        shapes.append([tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)])
+        shapes.append([tuple(t.shape) for t in leaves(result) if isinstance(t, Tensor)])
         if shapes[k] != shapes[0]:
             raise ZipError(
                 f"a full zip averages outputs, but model 0 gives shapes {shapes[0]} and model {k} "

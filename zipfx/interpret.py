@@ -35,7 +35,7 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, named_tensors
+from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, leaves, named_tensors
 from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten
@@ -165,10 +165,10 @@ class _Mode(TorchDispatchMode):
             if not any(isinstance(t, Tensor) for t in tree_leaves(result)):
                 opaque(call)  # a number leaves for Python, where labels can not follow
             return result  # else a view: the same storage
-        targets = written or fresh
+        targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
         for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
             self.ledger.mark_alive(labels)
-            if written:
+            if any(t is other for other in written):
                 owner = self.shadows.owner(t)
                 self.writes.update(() if owner is None else (owner,))
                 self.shadows.write(t, labels, self.ledger.node)
@@ -244,9 +244,9 @@ class _Interpreter(fx.Interpreter):
         mode.begin(Weights(leaf, args))
         with decomposed(leaf), mode, self.guard:  # only here: label arithmetic is no part of it
             value = super().run_node(n)
-        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
-            for t in leaves:
+            for t in tensors:
                 mode.shadows.put(
                     t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), ledger.node
                 )
@@ -260,9 +260,9 @@ class _Interpreter(fx.Interpreter):
         return value
 
     def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
-        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        labels = tuple(replace(self.mode.of(t), fixed=()) for t in leaves)
-        owners = (self.mode.shadows.owner(t) for t in leaves)
+        tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
+        labels = tuple(replace(self.mode.of(t), fixed=()) for t in tensors)
+        owners = (self.mode.shadows.owner(t) for t in tensors)
         return NodeFacts(
             labels,
             max((lab.kind for lab in labels), default=None),

@@ -223,6 +223,27 @@ class Ledger:
             return (b,)
         return a, b
 
+    def crossing(self, a: Tensor, b: Tensor, dims: Collection[int]) -> bool:
+        """Whether labels meet along `dims` in pairs that are neither a grid nor one finer than the
+        other everywhere."""
+        u, v = broadcast(a, b)
+        both = (u > 0) & (v > 0)
+        u, v = torch.where(both, u, 0), torch.where(both, v, 0)
+        pairs = u * self.size + v
+        found = torch.unique(pairs[both])
+        many = [torch.unique(n, return_inverse=True, return_counts=True) for n in
+                (found // self.size, found % self.size)]  # fmt: skip
+        if not bool(torch.stack([count[of] > 1 for _, of, count in many]).all(0).any()):
+            return False
+        rest = [d for d in range(u.ndim) if d not in dims]
+        rows = math.prod(u.shape[d] for d in rest)
+
+        def distinct(t: Tensor) -> Tensor:
+            ordered = t.permute([*rest, *sorted(dims)]).reshape(rows, -1).sort(1)[0]
+            return (ordered.diff(dim=1) != 0).sum(1) + (ordered[:, 0] > 0)
+
+        return bool((distinct(pairs) != distinct(u) * distinct(v)).any())
+
     def _ids(self, slot: Tensor) -> Tensor:
         """The labels of a slot, each once, sorted."""
         if slot not in self._unique:

@@ -7,12 +7,13 @@ and owns its buffers, in eval mode, without the caller's hooks.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import linecache
 import operator
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +45,11 @@ NOTES = "zipfx_notes"
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
     """A copy of the module tree in eval mode: same parameters, own buffers, no hooks."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and named_tensors(module):
+            raise ZipError(
+                f"module {name!r} was compiled by torch.jit ({type(module).__name__}), which hides "
+                "its weights; zip the models first, then compile what comes out"
+            )
         for hook in module._forward_pre_hooks.values():
             pruned = isinstance(hook, torch.nn.utils.prune.BasePruningMethod)
             if pruned or type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
@@ -136,12 +142,12 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
     for own in (twin, module):
         try:
             with torch.no_grad(), _own_randomness(module):
-                found.append(tree_leaves(_run(own, inputs)))
+                found.append(leaves(_run(own, inputs)))
         except Exception as error:
             if own is twin:
                 return module
             raise _astray(model, first_line(error)) from error
-    expected, ours = ([t for t in leaves if isinstance(t, torch.Tensor)] for leaves in found)
+    expected, ours = ([t for t in ts if isinstance(t, torch.Tensor)] for ts in found)
     if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in ours]:
         raise _astray(model, "outputs have other shapes")
     if not all(map(_close, expected, ours)):
@@ -151,13 +157,19 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
 
 def _run(module: nn.Module, inputs: Sequence[Any]) -> Any:
     """What a module computes; it may write to its parameters, and so does not find them changed."""
-    forward: Any = (
-        fx.Interpreter(alias(module), graph=module.graph).run
-        if isinstance(module, fx.GraphModule)
-        else copy.deepcopy(module, _views(module))
-    )
+    args, named = clone_tensors(tuple(inputs)), {}
+    forward: Any
+    if isinstance(module, fx.GraphModule):
+        forward = fx.Interpreter(alias(module), graph=module.graph).run
+    else:
+        forward = copy.deepcopy(module, _views(module))
+        kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
+        if inspect.Parameter.VAR_POSITIONAL not in kinds.values():
+            taken = dict(zip(kinds, args))
+            named = {n: a for n, a in taken.items() if kinds[n] is inspect.Parameter.KEYWORD_ONLY}
+            args = args[: len(args) - len(named)]
     with untouched([*module.parameters(), *module.buffers()]):
-        return forward(*clone_tensors(tuple(inputs)))
+        return forward(*args, **named)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -189,6 +201,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
         raise ZipError(_untraceable(root, error)) from error
     if aware:
         _drop_answered(graph, aware.asked)
+    _give_defaults(graph)
     _sink_shapes(graph)
     constants = {name: t for name, t in vars(root).items() if name not in vars(twin)}
     twin.__dict__.update(constants)
@@ -255,6 +268,16 @@ def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def _give_defaults(graph: fx.Graph) -> None:
+    """Arguments that must be named may come in any order; those of a graph have defaults last."""
+    optional = False
+    for node in graph.nodes:
+        if node.op == "placeholder" and not str(node.target).startswith("*"):
+            if optional and not node.args:
+                node.args = (None,)
+            optional |= bool(node.args)
+
+
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
 
 
@@ -319,9 +342,42 @@ def _views(module: nn.Module) -> dict[int, Any]:
     return memo
 
 
+def leaves(value: Any) -> list[Any]:
+    """As `tree_leaves`, and what dataclasses hold."""
+    found = []
+    for x in tree_leaves(value):
+        parts = _fields(x)
+        found += [x] if parts is None else leaves(parts)
+    return found
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same value with every tensor in it replaced, also in dataclasses."""
+
+    def replaced(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return function(x)
+        parts = _fields(x)
+        if parts is None:
+            return x
+        twin = copy.copy(x)
+        for name, part in parts.items():
+            object.__setattr__(twin, name, map_tensors(function, part))
+        return twin
+
+    return tree_map(replaced, value)
+
+
+def _fields(x: Any) -> dict[str, Any] | None:
+    """What a dataclass holds (None: it is none); to pytree it is a leaf."""
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        return None
+    return {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+
+
 def clone_tensors(value: Any) -> Any:
     """A copy of every tensor in a value, for graphs that may write into their inputs."""
-    return tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
+    return map_tensors(torch.Tensor.clone, value)
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,9 +8,11 @@ the size of the inputs leaves a note, and one that would depend on their data is
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -61,7 +63,17 @@ class Tracer(fx.Tracer):
         self._leaves = _notrace("modules")
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, self._leaves) or super().is_leaf_module(m, module_qualified_name)
+        known = isinstance(m, (*self._leaves, torch.jit.ScriptModule))
+        return known or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        """As in fx, which makes every kind of dict a plain one."""
+        if not isinstance(a, OrderedDict):
+            return super().create_arg(a)
+        items = super().create_arg(dict(a))
+        if dataclasses.is_dataclass(a):  # such as the outputs of transformers
+            return self.create_node("call_function", type(a), (), items)
+        return self.create_node("call_function", OrderedDict, (items,), {})
 
 
 class ExampleProxy(fx.Proxy):

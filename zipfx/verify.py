@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
-from zipfx.trace import alias, clone_tensors, named_tensors
+from zipfx.trace import alias, clone_tensors, leaves, map_tensors, named_tensors
 
 
 class _Runner(fx.Interpreter):
@@ -55,7 +54,7 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        for t in tree_leaves(value):
+        for t in leaves(value):
             if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
                 self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
         if n.name == self.state.last:
@@ -93,13 +92,11 @@ class _State:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
         with torch.no_grad():
-            runner.run(*tree_map(_fresh, tuple(inputs)))
+            runner.run(*map_tensors(_fresh, tuple(inputs)))
         return runner.kept, torch.finfo(runner.lowest).eps
 
 
-def _fresh(t: Any) -> Any:
-    if not isinstance(t, Tensor):
-        return t
+def _fresh(t: Tensor) -> Tensor:
     return t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone()
 
 
@@ -134,7 +131,7 @@ def failing_spaces(
         if all(_close(expected[name], found[name], tolerance) for name in keep):
             return True
         if not noise:
-            shaken = tree_map(lambda t: _shaken(t, eps), tuple(inputs))
+            shaken = map_tensors(lambda t: _shaken(t, eps), tuple(inputs))
             noise.append(_distance(found, state.run(shaken, moves)[0]))
         return all(_close(expected[name], found[name], 16 * noise[0]) for name in keep)
 
@@ -162,17 +159,15 @@ def failing_spaces(
     return bad
 
 
-def _shaken(t: Any, eps: float) -> Any:
+def _shaken(t: Tensor, eps: float) -> Tensor:
     """An input with every entry off by one rounding."""
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        return t
-    return t.double() * (1 + eps)
+    return t.double() * (1 + eps) if t.is_floating_point() else t
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of two outputs, relative to each tensor's largest entry."""
     worst = 0.0
-    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             gap = (x - y).abs().nan_to_num(0, 0, 0).max()
             size = x.abs().nan_to_num(0, 0, 0).max()
@@ -199,7 +194,7 @@ def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[s
 
 
 def _close(a: Any, b: Any, tolerance: float) -> bool:
-    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
         if not isinstance(x, Tensor):
             continue
         if x.shape != y.shape:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, beyond, broadcast, placed, project, support
+from zipfx.labels import Kind, Labels, broadcast, placed, positions, project, support
 from zipfx.ledger import Contraction, Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.pointwise import join, meet, not_elementwise, reduce
@@ -40,8 +40,7 @@ def contract(
     fixed = (*left.fixed, *right.fixed)
     shape = list(torch.broadcast_shapes(left.shape, right.shape))
     shape[k] = 1
-    features = reduce(ledger, slots, {k}, fixed)
-    return Labels(tuple(shape), features, beyond(fixed, {k}), max(x.kind, w.kind))
+    return Labels(tuple(shape), *reduce(ledger, slots, {k}, fixed), max(x.kind, w.kind))
 
 
 def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
@@ -185,8 +184,7 @@ def _bilinear(call: Call) -> Labels:
                 note_reading(ledger, s, [f for f in met if support(f) == support(s)])
     product = join(ledger, operands, shapes)
     ledger.trait("mixes")
-    features = reduce(ledger, product.features, summed, product.fixed)
-    left = Labels(shapes, features, beyond(product.fixed, summed), product.kind)
+    left = Labels(shapes, *reduce(ledger, product.features, summed, product.fixed), product.kind)
     keep = {d: i for i, d in enumerate(d for d in range(ndim) if d not in summed)}
     return placed(left, keep, len(keep))
 
@@ -201,3 +199,17 @@ def _embedding(call: Call) -> Labels:
     call.ledger.produced.extend((s.reshape(-1).numpy(), call.ledger.node) for s in made)
     places = carried(ids.fixed, {d: d for d in range(n)}, n + 1)
     return Labels(shape, tuple(made), tuple(places), Kind.DATA)
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: Call) -> tuple[Labels, ...]:
+    """Rows chosen by the input, of which every bag makes one."""
+    w, ids, ledger = call.labels("weight"), call.labels("indices"), call.ledger
+    ledger.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
+    if call.arg("per_sample_weights") is not None:
+        ledger.pin(call.labels("per_sample_weights").features, "weighs rows chosen by the input")
+    made = carried(w.features, {1: 1}, 2)
+    ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in made)
+    shapes = [tuple(t.shape) for t in call.result]
+    bags = Labels(shapes[0], tuple(made), positions(shapes[0], [0]), Kind.DATA)
+    return (bags, *(Labels(s, (), positions(s), ids.kind) for s in shapes[1:]))

@@ -1,15 +1,32 @@
-"""Data movement: the operation itself, run on the slots; no rule per operation."""
+"""Data movement: the operation itself, run on the slots; no rule per operation.
+
+Where data chooses what is moved, that pins the axis on which it chooses; the others are as before.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zipfx.labels import Kind, Labels, as_fixed, broadcast, mix, narrow, support
-from zipfx.rules.call import Call, aten, first
+from zipfx.labels import (
+    Kind,
+    Labels,
+    as_fixed,
+    beyond,
+    broadcast,
+    mix,
+    narrow,
+    place,
+    placed,
+    positions,
+    support,
+)
+from zipfx.rules.call import Call, aten, carried, first, rule
+from zipfx.rules.pointwise import join
 
 
 def movement(call: Call) -> Labels:
@@ -123,6 +140,79 @@ def _by_index(call: Call, family: dict[int, Tensor]) -> Tensor:
     source = call.op(*args, **kwargs).round().long()
     labels = family[id(t)].expand(t.shape).reshape(-1)
     return torch.where(source > 0, labels[(source - 1).clamp(min=0)], 0)
+
+
+@rule(
+    *"gather index_select index_add index_add_ scatter_add scatter_add_".split(),
+    *(f"scatter{end}" for end in (".src", ".value", "_.src", "_.value", ".reduce", "_.reduce")),
+    *("scatter_reduce.two", "scatter_reduce_.two", "scatter.value_reduce", "scatter_.value_reduce"),
+)
+def _by_data(call: Call) -> Labels:
+    """Elements are moved along one axis to where data says; other axes stay as they are."""
+    shape, dim = tuple(first(call.result).shape), call.arg("dim") % max(1, call.arg("self").ndim)
+    operands = []
+    for t in call.tensors():
+        lab = call.of(t)
+        if t is call.arg("index") and "index" in str(call.op):  # one number for each entry of `dim`
+            lab = placed(lab, {0: dim} if lab.shape else {}, len(shape))
+        elif any(n != m for d, (n, m) in enumerate(zip(lab.shape, shape)) if d != dim):
+            call.ledger.pin(lab.features, f"{call.op} reads a part of it, chosen by data")
+            lab = replace(lab, features=(), fixed=())
+        call.ledger.pin([s for s in lab.features if dim in support(s)], "chosen by data")
+        others = tuple(s for s in lab.features if dim not in support(s))
+        operands.append(replace(lab, features=others, fixed=beyond(lab.fixed, {dim})))
+    y = join(call.ledger, operands, shape)
+    return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
+
+
+def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:
+    """x[i] or x[:, i, j] or x[mask]: the axes where data chooses, where the others lie in the
+    result, and the axes of the result that count what was chosen."""
+    given = call.arg("indices")
+    masks = (torch.bool, torch.uint8)
+    numbers = [
+        n
+        for i in given
+        for n in (i.nonzero(as_tuple=True) if i is not None and i.dtype in masks else (i,))
+    ]
+    dims = [d for d, n in enumerate(numbers) if n is not None]
+    rows = len(torch.broadcast_shapes(*(numbers[d].shape for d in dims)))
+    at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    others = [d for d in range(call.arg("self").ndim) if d not in dims]
+    out = [d for d in range(len(others) + rows) if not at <= d < at + rows]
+    for t in tree_leaves(given):
+        call.ledger.pin(call.of(t).features if isinstance(t, Tensor) else (), "chooses elements")
+    x = call.labels("self").features
+    call.ledger.pin([s for s in x if support(s) & set(dims)], "chosen by data")
+    return dims, dict(zip(others, out)), range(at, at + rows)
+
+
+@rule("index.Tensor")
+def _by_list(call: Call) -> Labels:
+    """What lies on other axes stays as it is."""
+    x, shape = call.labels("self"), tuple(call.result.shape)
+    dims, keep, rows = _listed(call)
+    made = carried(x.features, keep, len(shape))
+    if x.kind == Kind.WEIGHT:  # as an embedding
+        call.ledger.produced.extend((s.reshape(-1).numpy(), call.ledger.node) for s in made)
+    fixed = [place(s, keep, len(shape)) for s in beyond(x.fixed, dims)]
+    return Labels(shape, tuple(made), (*fixed, *positions(shape, rows)), Kind.DATA)
+
+
+@rule("index_put", "index_put_")
+def _put_by_list(call: Call) -> Labels:
+    """The new values meet what lies on other axes."""
+    x, values = call.labels("self"), call.labels("values")
+    dims, keep, rows = _listed(call)
+    ndim, before = len(x.shape), len(keep) + len(rows) - len(values.shape)
+    back = {to - before: d for d, to in keep.items() if to >= before}
+    call.ledger.pin([s for s in values.features if not support(s) <= set(back)], "put by data")
+    gone = set(range(len(values.shape))) - set(back)
+    fixed = tuple(place(s, back, ndim) for s in beyond(values.fixed, gone))
+    kept = Labels(x.shape, tuple(carried(values.features, back, ndim)), fixed, values.kind)
+    own = tuple(s for s in x.features if not support(s) & set(dims))
+    y = join(call.ledger, [replace(x, features=own, fixed=beyond(x.fixed, dims)), kept], x.shape)
+    return replace(y, fixed=(*y.fixed, *positions(x.shape, dims)))
 
 
 MOVEMENT = {

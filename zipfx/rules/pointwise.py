@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.labels import Kind, Labels, as_fixed, broadcast, mix, place, support
-from zipfx.ledger import Ledger
+from zipfx.labels import Kind, Labels, as_fixed, beyond, broadcast, mix, place, project, support
+from zipfx.ledger import Ledger, coordinates
 from zipfx.rules.call import Call, aten, first, rule
 
 #: pointwise, but without the tag
@@ -71,19 +73,45 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
 
 def reduce(
     ledger: Ledger, slots: Sequence[Tensor], dims: Collection[int], fixed: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What is left of a tensor's slots when everything along `dims` is taken together, symmetric.
 
     Slots that lie elsewhere, and a block for every part of the others; nothing where all of an axis
-    takes part. fixed: the tensor's coordinates.
+    takes part. fixed: the tensor's coordinates. Where two slots tell a feature only together, pairs
+    are summed, which is symmetric in neither: they are pinned, and tell the parts as coordinates
+    (unless coordinates tell one of the two already).
     """
     along = set(dims)
     parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
-    blocks = [ledger.block(slot, along, fixed) for slot in parts]
+    pairs = [
+        (slot, other)
+        for slot in parts
+        for other in slots
+        if other is not slot
+        and (shared := support(slot) & support(other) & along)
+        and not (_told(fixed, shared, slot) or _told(fixed, shared, other))
+        and ledger.crossing(slot, other, along)
+    ]
+    crossed = {id(s): s for pair in pairs for s in pair}
+    if crossed:
+        ledger.pin(crossed.values(), "features are summed in pairs: they keep their order")
+    told = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
+    blocks = [ledger.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
     kept = [(slot, Kind.DATA) for slot in slots if not support(slot) & along]
     for block in blocks:
         kept = meet(ledger, kept, [block], Kind.DATA)
-    return tuple(slot for slot, _ in kept)
+    return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *told)
+
+
+def _told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:
+    """Whether coordinates along `dims` tell which label of a part is where."""
+    last = tuple(range(-len(dims), 0))
+    seen = np.broadcast_to(coordinates(fixed, slot.shape, dims), slot.shape)
+    seen = np.moveaxis(seen, sorted(dims), last).reshape(-1, math.prod(slot.shape[d] for d in dims))
+    order = np.argsort(seen[0], kind="stable")
+    labels = slot.movedim(sorted(dims), last).reshape(seen.shape)[:, order]
+    alike = torch.from_numpy(seen[0][order][1:] == seen[0][order][:-1])
+    return bool((labels[:, 1:] == labels[:, :-1])[:, alike].all())
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zipfx.labels import (
     Kind,
     Labels,
     beyond,
     broadcast,
+    narrow,
     place,
     placed,
     positions,
@@ -23,6 +25,7 @@ from zipfx.labels import (
 from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
 from zipfx.rules.contraction import add_bias, contract, note_reading, produce, without
+from zipfx.rules.pointwise import join
 
 
 @rule(
@@ -35,8 +38,8 @@ def _convolution(call: Call) -> Labels:
     transposed = bool(call.arg("transposed"))
     shape = tuple(call.result.shape)
     kernel = set(range(2, ndim))
-    _pin_kernel(ledger, w, kernel)
     slides = {d for d in kernel if not _still(call, d - 2, w.shape[d])}
+    w = _flat(ledger, w)
     x = slide(ledger, x, slides)
     x = replace(x, fixed=beyond(x.fixed, slides))
     product = (
@@ -45,7 +48,7 @@ def _convolution(call: Call) -> Labels:
         else _grouped(ledger, x, w, groups, transposed)
     )
     if product is None:
-        reason = "a grouped convolution with weights or channels of several axes"
+        reason = "a grouped convolution of channels that lie on several axes"
         ledger.pin([*x.features, *w.features], reason)
         product = Labels(x.shape, (), positions(shape, [1]), max(x.kind, w.kind))
     pixels = positions(shape, slides)
@@ -65,11 +68,23 @@ def _still(call: Call, i: int, width: int) -> bool:
     return width == 1 and step == 1 and pad == 0 and apart == 0
 
 
-def _flat(lab: Labels) -> Labels:
-    """Seen along the first two dimensions only."""
-    features = tuple(s.flatten(1) for s in lab.features if not support(s) - {0, 1})
-    fixed = [project(s, support(s) & {0, 1}).flatten(1) for s in lab.fixed if support(s) & {0, 1}]
-    return Labels(lab.shape[:2], features, tuple(s for s in fixed if support(s)), lab.kind)
+def _flat(ledger: Ledger, w: Labels) -> Labels:
+    """A weight seen along its first two dimensions: kernel positions are coordinates.
+
+    Features along them (of what computes a kernel) move as wholes.
+    """
+    slots = []
+    for s in w.features:
+        kernel = support(s) - {0, 1}
+        if kernel == support(s):
+            ids = torch.unique(s)
+            ledger.colour(ids, ids)
+            continue
+        reason = "a computed kernel: blocks keep their inner order"
+        slots.append(ledger.collapse(s, kernel, reason) if kernel else s)
+    fixed = [project(s, support(s) & {0, 1}).flatten(1) for s in w.fixed if support(s) & {0, 1}]
+    features = tuple(s.flatten(1) for s in slots)
+    return Labels(w.shape[:2], features, tuple(s for s in fixed if support(s)), w.kind)
 
 
 def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
@@ -77,7 +92,7 @@ def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
     out, into = (1, 0) if transposed else (0, 1)
     k = len(x.shape)  # the frame is (n, out, positions ..., in)
     frame = {d: k if d == 1 else d for d in range(k)}, {out: 1, into: k}
-    return without(contract(ledger, x, _flat(w), frame, k), k, x.shape)
+    return without(contract(ledger, x, w, frame, k), k, x.shape)
 
 
 def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels | None:
@@ -86,22 +101,27 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     The axis of the weight that counts channels within a group has features of its own in every
     group, so that its labels are those of (group, channel).
     """
-    ndim, flat = len(x.shape), _flat(w)
-    rows, columns = ([vector(s, d) for s in flat.features if support(s) == {d}] for d in (0, 1))
+    ndim = len(x.shape)
+    rows, columns = ([vector(s, d) for s in w.features if support(s) == {d}] for d in (0, 1))
     channels = [s for s in x.features if 1 in support(s)]
-    if len(rows) != 1 or any(support(s) != {1} for s in channels):
+    if any(support(s) != {1} for s in channels):
         return None
+    told = len(rows) == 1 and len(ledger.ids(rows)) == w.shape[0]  # by its row alone
+    if not told or len(columns) > 1 or len(w.features) > 1 + len(columns):
+        return _stacked(ledger, x, w, groups, transposed)
     row = rows[0].reshape(groups, -1)
+    if columns and not _complete(ledger, row):
+        return _stacked(ledger, x, w, groups, transposed)
     group = ledger.block(row, {1}) if row.shape[1] > 1 else row
     column = group
     if columns:
         own = ledger.parted(columns[0], row[:, :1], groups)
         if own is None:
-            return None
+            return _stacked(ledger, x, w, groups, transposed)
         ledger.relate(own, group, weights_only=True)
         column = own
     into, made = (row, column) if transposed else (column, row)
-    for slot in _flat(x).fixed:
+    for slot in x.fixed:
         if 1 in support(slot):
             seen = vector(project(slot, {1}), 1).reshape(groups, -1)
             ledger.colour(*broadcast(into, seen))
@@ -122,9 +142,53 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     )
     fixed = (
         *beyond(x.fixed, {1}),
-        *(place(s, {0: 1}, ndim) for s in flat.fixed if not transposed and support(s) == {0}),
+        *(place(s, {0: 1}, ndim) for s in w.fixed if not transposed and support(s) == {0}),
     )
     return Labels(x.shape, features, fixed, max(x.kind, w.kind))
+
+
+def _complete(ledger: Ledger, row: Tensor) -> bool:
+    """Whether the rows of every group are an own part of an axis of a parameter, of equal size."""
+    axis = ledger.axis(row)
+    if axis is None or axis.size != row.numel():
+        return False
+    part = (row - axis.start) // row.shape[1]
+    return bool((part == part[:, :1]).all())
+
+
+def _stacked(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels:
+    """Groups that share rows of their weights, or have none (one constant kernel for all channels).
+
+    What tells the channels of the result is not the weight alone, so it is a stack of products.
+    """
+    ndim, into = len(x.shape), x.shape[1] // groups
+    features = tuple(vector(s, 1) for s in x.features if 1 in support(s))
+    fixed = tuple(vector(project(s, {1}), 1) for s in x.fixed if 1 in support(s))
+    data = _split(Labels(x.shape[1:2], features, fixed, x.kind), groups)
+    kernels = _split(w, groups)
+    if into == 1:  # every channel goes its own way
+        kernels = placed(kernels, {0: 0, 2: 1} if transposed else {0: 0, 1: 1}, 2)
+        y = join(ledger, [data, kernels], kernels.shape)
+    else:
+        at = {0: 0, 1: 2, 2: 1} if transposed else {0: 0, 1: 1, 2: 2}
+        y = contract(ledger, data, kernels, ({0: 0, 1: 2}, at), 2)
+        y = without(y, 2, y.shape[:2])
+    features, fixed = (
+        tuple(place(s.expand(y.shape).reshape(-1), {0: 1}, ndim) for s in slots)
+        for slots in (y.features, y.fixed)
+    )
+    features = (*(s for s in x.features if 1 not in support(s)), *features)
+    return Labels(x.shape, features, (*beyond(x.fixed, {1}), *fixed), y.kind)
+
+
+def _split(lab: Labels, groups: int) -> Labels:
+    """The first dimension in groups."""
+
+    def split(s: Tensor) -> Tensor:
+        return narrow(s.unflatten(0, (groups, -1)) if s.shape[0] > 1 else s.unsqueeze(0))
+
+    features, fixed = (tuple(map(split, slots)) for slots in (lab.features, lab.fixed))
+    return Labels((groups, lab.shape[0] // groups, *lab.shape[1:]), features, fixed, lab.kind)
 
 
 def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
@@ -146,36 +210,25 @@ def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
-def _pin_kernel(ledger: Ledger, w: Labels, kernel: set[int]) -> None:
-    """Kernel positions are coordinates, not features."""
-    for slot in w.features:
-        if support(slot) & kernel:
-            ids = torch.unique(slot)
-            ledger.colour(ids, ids)
+_RESIZING = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""".split()
 
 
 @rule(
     "max_pool2d_with_indices",
     "max_pool3d_with_indices",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
     "avg_pool2d",
     "avg_pool3d",
     "_adaptive_avg_pool2d",
     "_adaptive_avg_pool3d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_linear1d",
-    "upsample_bilinear2d.vec",
-    "upsample_bicubic2d.vec",
-    "upsample_linear1d.vec",
-    "upsample_nearest2d.vec",
-    "upsample_nearest1d.vec",
-    "upsample_nearest2d",
-    "upsample_nearest1d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "upsample_trilinear3d.vec",
+    *(name + overload for name in _RESIZING for overload in ("", ".vec")),
 )
 def _pool(call: Call) -> Any:
     """Local operations on the trailing dims of (N, C, ...): channels pass, pixels are new."""
@@ -194,6 +247,21 @@ def _pool(call: Call) -> Any:
         x.kind,
     )
     return (y,) * len(call.result) if isinstance(call.result, tuple) else y
+
+
+@rule("grid_sampler_2d", "grid_sampler_3d", "max_unpool2d", "max_unpool3d")
+def _resample(call: Call) -> Labels:
+    """Pixels of every channel are moved to where the second operand says."""
+    x, where = (call.of(t) for t in call.tensors())
+    spatial = set(range(2, len(x.shape)))
+    x = slide(call.ledger, x, spatial)
+    shape = tuple(call.result.shape)
+    y = Labels(shape, x.features, (*beyond(x.fixed, spatial), *positions(shape, spatial)), x.kind)
+    if "grid" in str(call.op):  # the same for all channels
+        call.ledger.pin(where.features, "says which pixels are read")
+        return replace(y, kind=max(x.kind, where.kind))
+    where = slide(call.ledger, where, spatial)  # of every channel its own
+    return join(call.ledger, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
 
 
 @rule("col2im")

@@ -45,7 +45,8 @@ def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
     """
     if any(support(slot) & dims for slot in x.features):
         ledger.trait("mixes")
-    return replace(x, features=reduce(ledger, x.features, dims, x.fixed))
+    features, fixed = reduce(ledger, x.features, dims, x.fixed)
+    return replace(x, features=features, fixed=fixed)
 
 
 @rule(
@@ -145,6 +146,15 @@ def _softmax(call: Call) -> Labels:
     "argmin",
     "median",
     "median.dim",
+    "nanmedian",
+    "nanmedian.dim",
+    "kthvalue",
+    "mode",
+    "std_mean.correction",
+    "nansum",
+    "aminmax",
+    "count_nonzero",
+    "count_nonzero.dim_IntList",
 )
 def _reduce(call: Call) -> Any:
     x = call.of(call.tensors()[0])
@@ -164,5 +174,31 @@ def _reduce(call: Call) -> Any:
     y = Labels(shape, tuple(carried(x.features, out, ndim)), tuple(fixed), x.kind)
     if not isinstance(call.result, tuple):
         return y
-    by_index = any(name in str(call.op) for name in ("max", "min", "median"))
-    return (y, *[replace(y, pending=held) if by_index else y] * (len(call.result) - 1))
+    named = [r.name for r in call.op._schema.returns]
+    return tuple(replace(y, pending=held) if name == "indices" else y for name in named)
+
+
+@rule("sort", "sort.stable", "topk")
+def _sort(call: Call) -> tuple[Labels, ...]:
+    """All of an axis taken together; what comes out are ranks."""
+    x = call.labels("self")
+    dim = int(call.arg("dim")) % max(1, len(x.shape))
+    held = tuple(s for s in x.features if dim in support(s))
+    x, shape = together(call.ledger, x, {dim}), tuple(first(call.result).shape)
+    ranks = positions(shape, [dim])
+    y = Labels(shape, x.features, (*beyond(x.fixed, {dim}), *ranks), x.kind)
+    return y, replace(y, pending=held)
+
+
+@rule("_euclidean_dist", "_cdist_forward")
+def _distance(call: Call) -> Labels:
+    """(..., n, k) and (..., m, k) give (..., n, m): met one by one, then summed over k."""
+    x, y = (call.labels(n) for n in ("x1", "x2"))
+    n, operands = len(x.shape) + 1, []
+    for lab, at in ((x, n - 3), (y, n - 2)):
+        dims = {d: d for d in range(n - 3)} | {n - 3: at, n - 2: n - 1}
+        operands.append(placed(lab, dims, n))
+    shape = (*call.result.shape, x.shape[-1])
+    z = together(call.ledger, join(call.ledger, operands, shape), {n - 1})
+    fixed = tuple(s.squeeze(-1) for s in beyond(z.fixed, {n - 1}))
+    return Labels(shape[:-1], tuple(s.squeeze(-1) for s in z.features), fixed, z.kind)
