@@ -168,7 +168,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return "from a checkout" if package == "zipfx" else "not installed"
 
 
 def _processor() -> str:
