@@ -53,7 +53,6 @@ mobilevit_xxs tiny_vit_5m_224 coatnet_nano_rw_224 mixer_s32_224
 SIZES = (64, 96, 128, 192, 224, 240, 256)  # pixels to try
 AUXILIARY = "+aux"  # a segmenter with its auxiliary head
 EXACT = 1e-12
-SMALL = 12_000_000  # parameters up to which a quick sweep looks at law 2
 UNLIKE = "unlike any other"  # channels of the input, positions; but also what depends on them alone
 _POSITIONS = re.compile(r"(^|_)(pos|position|token)(s|_|$)")  # in names of parameters
 AT_THE_ENDS = (UNLIKE, "output of the network")
@@ -326,15 +325,15 @@ def stages(name: str, source: str) -> Iterator[Row]:
     yield row
 
 
-def quick(name: str, source: str) -> Row:
-    """The row of a model in this process, without the numeric check; law 2 for small models."""
+def quick(name: str, source: str, small: float) -> Row:
+    """The row of a model in this process, without the numeric check; law 2 up to `small` parameters."""
     row = Row(name, source)
     try:
         model, x = smallest(name, source)
         row.pixels, row.parameters = x.shape[-1], evaluate.parameters([model])
         spaces = _analyse(row, model, x)
         row.error = law_1(model, spaces, x)
-        if row.parameters < SMALL:
+        if row.parameters < small:
             row.ratio = law_2(model.float(), x.float())
     except Exception as error:  # a row, too
         row.failures["analyze" if row.spaces is None else "laws"] = (
@@ -462,6 +461,9 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="no numeric check, law 2 for small models, one process"
     )
+    parser.add_argument(
+        "--small", type=float, default=1e12, help="parameters up to which --quick looks at law 2"
+    )
     parser.add_argument("--rows", type=argparse.FileType("a"), help="file for rows as JSON lines")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -474,7 +476,7 @@ def main() -> None:
     rows = []
     for name, source in chosen:
         rows.append(
-            quick(name, source)
+            quick(name, source, options.small)
             if options.quick
             else measure(name, source, options.timeout, options.threads)
         )

@@ -94,10 +94,19 @@ def test_law_3_holds_for_the_zip_matcher(net: Net, matcher: Any) -> None:
 
 
 @all_nets
-def test_law_3_holds_for_three_models(net: Net) -> None:
+@pytest.mark.parametrize("matcher", ["permute", "zip"])
+def test_law_3_holds_for_three_models(net: Net, matcher: str) -> None:
     model, x = net.build(), net.inputs(8)
     trio = [permuted(model, x, seed) for seed in (1, 2, 3)]
-    merged = merge(trio, net.batches(), matcher="permute")
+    merged = merge(trio, net.batches(), matcher=matcher)
+    assert error(run(model, x), run(merged, x)) < EXACT
+
+
+@pytest.mark.parametrize("matcher", ["permute", "zip", "weights"])
+def test_law_3_holds_for_eight_models(matcher: str) -> None:
+    net = NETS["BatchNorm"]
+    model, x = net.build(), net.inputs(8)
+    merged = merge([permuted(model, x, seed) for seed in range(8)], net.batches(), matcher=matcher)
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
@@ -263,15 +272,18 @@ def redundant(cls: Any, models: int) -> list[nn.Module]:
     return made
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1])
 @pytest.mark.parametrize("models", [2, 3])
 @pytest.mark.parametrize("cls", [Mlp, ResidualMlp, ResidualCnn], ids=lambda c: c.__name__)
-def test_law_4_redundant_models_are_merged_without_loss(cls: Any, models: int) -> None:
+def test_law_4_redundant_models_are_merged_without_loss(
+    cls: Any, models: int, alpha: float
+) -> None:
     members = redundant(cls, models)
     generator = torch.Generator().manual_seed(0)
     data = [torch.randn(200, *cls.shape, generator=generator).double() for _ in range(3)]
     x = (torch.randn(16, *cls.shape, generator=generator).double(),)
     expected = [run(m, x) for m in members]
-    matcher = zipfx.Zip(alpha=1, beta=1)
+    matcher = zipfx.Zip(alpha)
     merged = merge(members, [(batch,) for batch in data], partial="last", matcher=matcher)
     assert heads_error(merged, expected, x) < EXACT
     assert min(error(expected[0], e) for e in expected[1:]) > 0.1

@@ -30,3 +30,11 @@ def test_python_blocks_run(
     assert "zip of 2 models, up to 'layer3'" in printed.getvalue()
     assert (tmp_path / "spaces.svg").stat().st_size > 10_000
     assert "layer1.0.conv1" in printed.getvalue()
+
+
+def test_the_matcher_of_the_docs_runs() -> None:
+    text = (README.parent / "docs" / "matchers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    assert names["merged"].meta["zipfx"].spaces[0].across == 8

@@ -11,6 +11,8 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+LOSSLESS = 1 - 1e-9  # from this similarity on two features are one, up to rounding
+
 
 class _Pairs:
     """Similarity of all pairs of groups, -inf where two may not be joined.
@@ -45,7 +47,9 @@ class _Pairs:
     def join(self, i: int, j: int) -> None:
         """Let row i stand for i and j together, and end row j."""
         low = np.minimum(self.similarity[i], self.similarity[j])  # -inf at i and j themselves
-        if self.alpha == 0:
+        if self.similarity[i, j] >= LOSSLESS:
+            pass
+        elif self.alpha == 0:
             low -= 5  # more than the whole range of similarities, [-3, 1]
         else:
             np.multiply(low, self.alpha, out=low, where=low > 0)
@@ -125,8 +129,9 @@ def join_in_rounds(
         j = partner[i]
         joins.append((first[i], first[j], bound[i]))
         heights = torch.cat([heights, bound[i]])
-        similarity[i] = _lower(similarity[i], similarity[j], alpha)
-        similarity[:, i] = _lower(similarity[:, i], similarity[:, j], alpha)
+        copies = bound[i] >= LOSSLESS
+        similarity[i] = _lower(similarity[i], similarity[j], alpha, copies[:, None])
+        similarity[:, i] = _lower(similarity[:, i], similarity[:, j], alpha, copies)
         similarity[i, i] = -torch.inf
         similarity[j] = similarity[:, j] = -torch.inf
         if len(j) > len(row) // 8:  # worth a copy
@@ -137,9 +142,10 @@ def join_in_rounds(
     return _first_joins(a, b, height, total, total - merged)
 
 
-def _lower(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+def _lower(a: Tensor, b: Tensor, alpha: float, copies: Tensor) -> Tensor:
     low = torch.minimum(a, b)
-    return low.sub_(5) if alpha == 0 else torch.where(low > 0, alpha * low, low)
+    cost = low - 5 if alpha == 0 else torch.where(low > 0, alpha * low, low)
+    return torch.where(copies, low, cost)
 
 
 def _first_joins(a: Ints, b: Ints, height: NDArray[np.float64], total: int, count: int) -> Ints:
