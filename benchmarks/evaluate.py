@@ -37,13 +37,22 @@ class Accuracy:
 
 
 @torch.inference_mode()
-def heads(modules: Sequence[nn.Module], images: Tensor, batch_size: int = 250) -> list[Tensor]:
-    """Every head's outputs (N, D) for normalised ``images`` (N, 3, H, W), in order."""
-    batches = [
-        [head for module in modules for head in _as_tuple(module(batch))]
-        for batch in torch.split(images, batch_size)
+def heads(modules: Sequence[nn.Module], batches: Iterable[Tensor]) -> list[Tensor]:
+    """Every head's outputs (N, D), in order, on the CPU, for ``batches`` of images."""
+    outputs = [
+        [head.cpu() for module in modules for head in _as_tuple(module(batch))] for batch in batches
     ]
-    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+
+
+def expand(outputs: Tensor, classes: Sequence[int], total: int) -> Tensor:
+    """Logits (N, D) as (N, total): column i is class ``classes[i]``, the others are -inf.
+
+    So heads that know only their own classes can be compared with one another.
+    """
+    wide = outputs.new_full((len(outputs), total), -torch.inf)
+    wide[:, list(classes)] = outputs
+    return wide
 
 
 def accuracy(
@@ -57,7 +66,8 @@ def accuracy(
     With ``embeddings`` (classes, D) a head's scores are its cosines to all of them, and the joint
     scores are the mean over the heads. Without, a head's outputs are logits (N, classes), and the
     joint scores are, for each task, the softmax over its classes, summed over the tasks: for
-    disjoint tasks the largest of all, for equal tasks the mean of the heads.
+    disjoint tasks the largest of all, for equal tasks the mean of the heads. A head that knows no
+    class of a task (see `expand`) gives it nothing.
     """
     columns = [torch.tensor(classes) for classes in tasks]
     if embeddings is None:
@@ -69,7 +79,7 @@ def accuracy(
     if embeddings is None:
         joint = torch.zeros_like(scores[0])
         for score, column in zip(per_task, columns, strict=True):
-            joint[:, column] += score[:, column].softmax(1)
+            joint[:, column] += score[:, column].softmax(1).nan_to_num(0)
     else:
         joint = torch.stack(scores).mean(0)
 

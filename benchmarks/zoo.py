@@ -7,6 +7,7 @@ repository root, or in the folder that the environment variable ``ZIPFX_SHARED``
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,18 +134,24 @@ def load(name: str) -> tuple[ResNet20, Info]:
     """The checkpoint ``name`` (such as ``"cifar10_text_w2_a"``), in eval mode, and its facts."""
     stored = _read(f"{name}.pt")
     if "state_dict" not in stored:  # a bare state dict: trained on all classes, option A
-        model = ResNet20(shortcut="pad")
         info = Info(name, ALL_CLASSES, IMAGENET_MEAN, IMAGENET_STD)
         state = stored
     else:
         state = stored["state_dict"]
-        model = ResNet20(stored["width"], outputs=state["linear.bias"].numel())
         embeddings = None
         if stored["loss"] == "text":
             embeddings = _read("cifar10_text_embeddings.pt")["embedding"]
         info = Info(name, tuple(stored["classes"]), CIFAR_MEAN, CIFAR_STD, embeddings)
+    return resnet20(state), info
+
+
+def resnet20(state: Mapping[str, Tensor]) -> ResNet20:
+    """The `ResNet20` that this state dict is of, in eval mode."""
+    width, outputs = len(state["conv1.weight"]) // 16, len(state["linear.bias"])
+    convolutions = any("shortcut.0" in name for name in state)
+    model = ResNet20(width, outputs, "conv" if convolutions else "pad")
     model.load_state_dict(state)
-    return model.eval(), info
+    return model.eval()
 
 
 def _read(file: str) -> dict[str, Any]:
