@@ -326,7 +326,8 @@ def stages(name: str, source: str) -> Iterator[Row]:
 
 
 def quick(name: str, source: str, small: float) -> Row:
-    """The row of a model in this process, without the numeric check; law 2 up to `small` parameters."""
+    """The row of a model in this process, without the numeric check; law 2 up to `small`
+    parameters."""
     row = Row(name, source)
     try:
         model, x = smallest(name, source)
