@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import evaluate
-from benchmarks.real_pairs import peak_resident, reset_peak, resident
-from zipfx.match import SVD, KMeans, Matcher, Optimal, Permute, Zip
+from benchmarks.memory import peak_resident, reset_peak, resident
+from zipfx.match import KMeans, Matcher, Optimal, Permute, Svd, Zip
 from zipfx.statistics import Statistics
 
 
@@ -148,7 +148,7 @@ def main() -> None:
         print(*memory[-1], file=sys.stderr, flush=True)
     greedy = (Zip(), Zip(1, 1), Zip(0, 1), Zip(0.3, 0.3), Zip(0.3, 0))
     for name, make, matchers in (
-        ("low rank", low_rank, (*greedy, Permute(), Optimal(), KMeans(), SVD())),
+        ("low rank", low_rank, (*greedy, Permute(), Optimal(), KMeans(), Svd())),
         ("all tied", ties, (greedy[0], greedy[3])),
         ("all constant", dead, (greedy[0], greedy[3])),
     ):

@@ -187,7 +187,7 @@ class TestSVD:
             rest = torch.eye(2 * n).double() - best @ m
             return float((rest @ s.covariance @ rest.T).trace())
 
-        best = zipfx.SVD()(s, merged)
+        best = zipfx.Svd()(s, merged)
         rest = torch.eye(2 * n).double() - best.unmerge @ best.merge
         mine = float((rest @ s.covariance @ rest.T).trace())
         largest = torch.linalg.eigvalsh(s.covariance).flip(0)
@@ -197,7 +197,7 @@ class TestSVD:
 
     def test_needs_freedom(self) -> None:
         with pytest.raises(ZipError, match="mixes all features"):
-            zipfx.SVD()(statistics_of(samples(0, (2, 2)), (2, 2)), 2, across_only=True)
+            zipfx.Svd()(statistics_of(samples(0, (2, 2)), (2, 2)), 2, across_only=True)
 
     def test_is_exact_in_a_linear_network_of_low_rank(self) -> None:
         """Nothing but linear layers, and no more directions than merged features."""

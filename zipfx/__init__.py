@@ -5,7 +5,7 @@ merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 
 from zipfx.analyze import analyze
 from zipfx.errors import ZipError
-from zipfx.match import SVD, Identity, KMeans, Matcher, Optimal, Permute, Weights, Zip
+from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.matrices import Linear, Matching
 from zipfx.report import Report
 from zipfx.rewrite import head
@@ -15,7 +15,6 @@ from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
 __all__ = [
-    "SVD",
     "Axis",
     "Identity",
     "KMeans",
@@ -32,6 +31,7 @@ __all__ = [
     "Space",
     "SpaceMap",
     "Statistics",
+    "Svd",
     "Weights",
     "Zip",
     "ZipError",

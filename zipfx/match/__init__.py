@@ -11,17 +11,17 @@ from zipfx.match.kmeans import KMeans
 from zipfx.match.optimal import Optimal
 from zipfx.match.permute import Permute
 from zipfx.match.protocol import Matcher, wanted
-from zipfx.match.svd import SVD
+from zipfx.match.svd import Svd
 from zipfx.match.weights import Weights
 from zipfx.match.zip import Zip
 
 __all__ = [
-    "SVD",
     "Identity",
     "KMeans",
     "Matcher",
     "Optimal",
     "Permute",
+    "Svd",
     "Weights",
     "Zip",
     "resolve",
@@ -33,7 +33,7 @@ _NAMED: dict[str, Callable[[], Matcher]] = {
     "kmeans": KMeans,
     "optimal": Optimal,
     "permute": Permute,
-    "svd": SVD,
+    "svd": Svd,
     "weights": Weights,
     "zip": Zip,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+_ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
 LOSSLESS = 1 - 1e-9  # from this similarity on two features are one, up to rounding
 
 
@@ -129,20 +130,31 @@ def join_in_rounds(
         j = partner[i]
         joins.append((first[i], first[j], bound[i]))
         heights = torch.cat([heights, bound[i]])
-        copies = bound[i] >= LOSSLESS
-        similarity[i] = _lower(similarity[i], similarity[j], alpha, copies[:, None])
-        similarity[:, i] = _lower(similarity[:, i], similarity[:, j], alpha, copies)
-        similarity[i, i] = -torch.inf
-        similarity[j] = similarity[:, j] = -torch.inf
-        if len(j) > len(row) // 8:  # worth a copy
-            kept = torch.ones_like(row, dtype=torch.bool).index_fill_(0, j, False)
-            kept = kept.nonzero().flatten()
-            similarity, first = similarity[kept][:, kept], first[kept]
+        for some in torch.arange(len(i), device=i.device).split(_ROWS):
+            _join_rows(similarity, i[some], j[some], bound[i[some]] >= LOSSLESS, alpha)
+        kept = torch.ones_like(row, dtype=torch.bool).index_fill_(0, j, False).nonzero().flatten()
+        similarity, first = _kept(similarity, kept), first[kept]
     a, b, height = (torch.cat(values).cpu().numpy() for values in zip(*joins, strict=True))
     return _first_joins(a, b, height, total, total - merged)
 
 
+def _join_rows(similarity: Tensor, i: Tensor, j: Tensor, copies: Tensor, alpha: float) -> None:
+    """Let the rows and columns i stand for i and j together, pair by pair."""
+    rows = _lower(similarity[i], similarity[j], alpha, copies[:, None])
+    both = _lower(rows.index_select(1, i), rows.index_select(1, j), alpha, copies)
+    rows.index_copy_(1, i, both.fill_diagonal_(-torch.inf))
+    similarity.index_copy_(0, i, rows).index_copy_(1, i, rows.T)
+
+
+def _kept(matrix: Tensor, kept: Tensor) -> Tensor:
+    """These rows and columns, in ascending order, moved to the front without a copy of them all."""
+    for done, some in zip(range(0, len(kept), _ROWS), kept.split(_ROWS), strict=True):
+        matrix[done : done + len(some), : len(kept)] = matrix[some].index_select(1, kept)
+    return matrix[: len(kept), : len(kept)]
+
+
 def _lower(a: Tensor, b: Tensor, alpha: float, copies: Tensor) -> Tensor:
+    """What is left of the smaller of two similarities after a join: all of it, of copies."""
     low = torch.minimum(a, b)
     cost = low - 5 if alpha == 0 else torch.where(low > 0, alpha * low, low)
     return torch.where(copies, low, cost)

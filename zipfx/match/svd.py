@@ -13,7 +13,7 @@ from zipfx.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class SVD:
+class Svd:
     """M and U of rank M that lose least variance: U M projects on the leading principal components.
 
     By Eckart, Young and Mirsky no other merge with M features, linear or a matching, restores the
@@ -23,7 +23,7 @@ class SVD:
 
     >>> covariance = torch.tensor([[1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     >>> statistics = Statistics(9, torch.zeros(2, dtype=torch.float64), covariance, sizes=(1, 1))
-    >>> found = SVD()(statistics, 1)
+    >>> found = Svd()(statistics, 1)
     >>> (found.unmerge @ found.merge).round(decimals=3)
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]], dtype=torch.float64)

@@ -21,7 +21,8 @@ class Zip(Options):
 
     The joined group takes the place of the two, and its similarity to every other is alpha times
     the smaller of theirs; only copies (similarity 1, up to rounding) are one feature as before, so
-    that all copies of a feature end in one group whatever alpha is. Ties go to the smallest (i, j), a group counting as its first member.
+    that all copies of a feature end in one group whatever alpha is. Ties go to the smallest (i, j),
+    a group counting as its first member.
     The groups are numbered by their first member, those with features of model 0 first.
 
     Args:
