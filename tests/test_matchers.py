@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import EXACT, error, merge, run
+from laws import EXACT, error, heads_error, merge, run, running_modules
 from models import NETS
 from torch import Tensor, nn
 
@@ -357,6 +357,22 @@ def test_permuted_copies_are_merged_without_loss(name: str, matcher: zipfx.Match
     twin = spaces.permuted(model, spaces.random_permutations(3))
     merged = merge([model, twin], net.batches(), matcher=matcher)
     assert error(run(model, x), run(merged, x)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "Grouped", "OptionA"])
+def test_matrices_restore_the_features_of_heads(name: str) -> None:
+    """A dense U, in weights of heads and where nothing can take it, that only copies."""
+    net = NETS[name]
+    model, x = net.build(), net.inputs(4)
+    spaces = zipfx.analyze(model, x)
+    twin = spaces.permuted(model, spaces.random_permutations(3))
+    restored = 0
+    for cut in running_modules(model):
+        matcher = zipfx.Permute(unmerge="lstsq")
+        merged = merge([model, twin], net.batches(), matcher=matcher, partial=cut)
+        assert heads_error(merged, [run(model, x)] * 2, x) < 1e-9
+        restored += sum(b.ndim == 2 for n, b in merged.named_buffers() if "unmerge_" in n)
+    assert restored > 0 or name == "Grouped"
 
 
 class TestOwnMatchers:
