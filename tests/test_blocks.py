@@ -853,3 +853,144 @@ def test_an_operation_that_writes_and_returns() -> None:
     model = Net(lambda s, x: s.h(F.rrelu(s.a(x))), a=nn.Linear(5, 6), h=nn.Linear(6, 3))
     assert sizes(model, data(5)) == [(6, ())]
     law1(model, 5)
+
+
+# ------------------------------------------------- law 1: the same features at several places
+def test_mirrored_features_that_meet_alternating_constants() -> None:
+    """Which of the two features that the mirror ties meets which constant is part of the tie."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        mirrored = (y.flip(1) + 0.5 * y) * torch.tensor([0.5, 1.5] * 4, dtype=y.dtype)
+        return s.h(mirrored) + y @ s.w  # w comes first: it was numbered by position alone
+
+    model = Net(forward, w=parameter(8, 3), a=nn.Linear(4, 8), h=nn.Linear(8, 3))
+    law1(model, 4)
+    assert sizes(model, data(4)) == [(4, ())]
+
+
+def test_some_of_repeated_features_are_written_to() -> None:
+    """All features took part in the writing, but not everywhere where they lie."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        y = torch.cat([y, y], 1)
+        y[:, :2] *= 0.5
+        return s.h(s.n(y))
+
+    model = Net(forward, a=nn.Linear(4, 6), n=nn.GroupNorm(1, 12), h=nn.Linear(12, 2))
+    law1(model, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "spaces"), [((2.0, 0.0), [(3, ()), (3, ())]), ((2.0, 2.0), [(6, ())])]
+)
+def test_a_mask_is_written_in_place(values: tuple[float, float], spaces: list[Size]) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        mask = x.new_zeros(6)
+        mask[:3], mask[3:] = values
+        return s.h(s.a(x) * mask)
+
+    model = Net(forward, a=nn.Linear(4, 6), h=nn.Linear(6, 2))
+    law1(model, 4)
+    assert sizes(model, data(4)) == spaces
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_mean_over_padded_features(mode: str) -> None:
+    """What the padding repeats counts more."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.pad(s.c(s.a(x).view(-1, 3, 3, 3)), (1, 1, 1, 1), mode=mode)
+        return s.h(y.mean((2, 3)))
+
+    law1(Net(forward, a=nn.Linear(4, 27), c=nn.Conv2d(3, 2, 1), h=nn.Linear(2, 2)), 4)
+
+
+def test_mean_over_padded_products_of_features() -> None:
+    """Each row and each channel counts as often as the others, but not each with each."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.w @ s.a(x).view(-1, 3, 4)
+        y = (y + y.amax(2, keepdim=True)).transpose(1, 2).reshape(-1, 4, 2, 1)
+        y = F.pad(F.pixel_shuffle(y, 2), (1, 1, 1, 1), mode="reflect")
+        return s.h(y.mean((2, 3)))
+
+    law1(Net(forward, a=nn.Linear(4, 12), w=parameter(2, 3), h=nn.Linear(1, 2)), 4)
+
+
+def test_largest_of_reordered_products_of_features() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = (s.a(x)[:, :, None] * s.b(x)[:, None]).flatten(1)[:, [0, 1, 2, 3, 5, 4, 6, 7, 8]]
+        return s.h(y.view(-1, 3, 3).amax(1))
+
+    law1(Net(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3), h=nn.Linear(3, 2)), 4)
+
+
+# ------------------------------------------------- law 3: where features are observed, and restored
+def test_cut_after_the_features_of_tokens_were_multiplied_with_themselves() -> None:
+    """Rows and columns are the same features; the tokens are exchangeable all the same."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).view(-1, 3, 4)
+        return s.h(y.mT @ y.tanh())
+
+    law3(Net(forward, a=nn.Linear(4, 12), h=nn.Linear(4, 2)), 4, partial="h")
+
+
+def test_merge_of_features_that_are_the_rows_and_the_columns() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).flatten(2).mT
+        gram = torch.cat([s.p.expand(x.shape[0], -1, -1), y.mT @ y.tanh()], 1)
+        return s.h(s.b(gram).mean(1))
+
+    parts = {"a": nn.Conv2d(3, 6, 1), "b": nn.Linear(6, 3), "h": nn.Linear(3, 2)}
+    law3(Net(forward, p=parameter(1, 1, 6), **parts), 3, 4, 4)
+
+
+def test_cut_where_features_leave_unequally_often() -> None:
+    """A head could not restore a corner where the trunk has the pixel that is repeated."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.pad(s.a(x).view(-1, 3, 3, 3), (1, 1, 1, 1), mode="reflect")
+        return s.h(s.act(y))
+
+    model = Net(forward, a=nn.Linear(4, 27), act=nn.Dropout(), h=nn.Conv2d(3, 2, 1))
+    law3(model, 4, partial="act")
+
+
+def test_merge_where_a_part_of_the_channels_is_looked_at() -> None:
+    """Channel 0 of one model is not channel 0 of another: no place to compare pixels."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.b(s.a(x).view(-1, 3, 3, 3))
+        _ = y.chunk(2, 1)[1]
+        return s.h(y.relu().mean((2, 3)))
+
+    law3(Net(forward, a=nn.Linear(4, 27), b=nn.Conv2d(3, 2, 1), h=nn.Linear(2, 2)), 4)
+
+
+def test_merge_where_a_softmax_makes_all_means_the_same() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = (s.w @ s.a(x).view(-1, 3, 4)).softmax(2)  # over the features of another space
+        return s.h(y.mean(1))
+
+    law3(Net(forward, a=nn.Linear(4, 12), w=parameter(3, 3), h=nn.Linear(4, 2)), 4)
+
+
+def test_pinned_features_of_another_axis_are_samples() -> None:
+    """The tokens leave, so that they stay where they are: no need for means over them."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.b(s.a(x).view(-1, 3, 4)).softmax(1))
+
+    law3(Net(forward, a=nn.Linear(4, 12), b=nn.Linear(4, 4), h=nn.Linear(4, 2)), 4)
+
+
+def test_blocks_of_constant_features_are_matched_by_their_values() -> None:
+    """A layer that sees nothing gives its bias, whatever comes in."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.b(0 * x).view(-1, 3, 4).tanh().mean(1))
+
+    law3(Net(forward, b=nn.Linear(4, 12), h=nn.Linear(4, 2)), 4)

@@ -16,8 +16,8 @@ ORDER = """
     tap draw spaces labels ledger shadow untouched tracers trace
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
-    interpret nesting group places mapping verify analyze calibrate correspond observe fuse pairing
-    weigh heads rewrite assemble repair report zip
+    interpret nesting occurrences group places mapping verify analyze calibrate correspond observe
+    fuse pairing weigh heads rewrite assemble repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

@@ -1,8 +1,8 @@
 """Group labels into feature spaces: features are exchangeable when they occur in the same axes in
 the same way, inside blocks that are themselves exchangeable.
 
-Unions of labels are edges, components come from scipy; each component is one feature, or one block.
-Its colour hashes the axes it lies on and every coordinate it has met; `nesting` finds from colours
+A component of labels that are tied by edges is one feature, or one block (`occurrences`). Its
+colour hashes the axes it lies on and every coordinate it has met; `nesting` finds from colours
 and memberships what may be exchanged.  A space is a class of features: the inner features of all
 attention heads of a layer, say, and the heads themselves are another.
 """
@@ -14,34 +14,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from zipfx.interpret import Facts
 from zipfx.labels import Hashes, Ints, mix
 from zipfx.ledger import Ledger
 from zipfx.nesting import Nesting, nest
-
-Flags = npt.NDArray[np.bool_]
-
-
-def components(ledger: Ledger, last: int, *, weights_only: bool = False) -> Ints:
-    """Which feature each label belongs to, by what nodes up to `last` have shown."""
-    a, b, _ = _edges(ledger, last, weights_only)
-    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(ledger.size, ledger.size))
-    found: Ints = connected_components(graph, directed=False)[1].astype(np.int64)
-    return found
-
-
-def _edges(ledger: Ledger, last: int, weights_only: bool = False) -> tuple[Ints, Ints, Ints]:
-    """Both ends of all edges that nodes up to `last` have shown, and the node of each."""
-    edges = [e for e in ledger.edges if e.node <= last and (e.weights_only or not weights_only)]
-    none = [np.zeros(0, np.int64)]
-    a, b = (np.concatenate([getattr(e, end) for e in edges] or none) for end in "ab")
-    return a, b, np.repeat([e.node for e in edges], [len(e.a) for e in edges])
+from zipfx.occurrences import Flags, components, in_parts, occurrences, runs
 
 
 @dataclass(frozen=True)
@@ -55,8 +35,8 @@ class Known:
     produced: Flags
 
     @staticmethod
-    def learn(ledger: Ledger, last: int, crossing: Sequence[Ints] = ()) -> Known:
-        """crossing: the labels that leave with each value that leaves the trunk."""
+    def learn(ledger: Ledger, last: int, crossing: Sequence[tuple[Ints, ...]] = ()) -> Known:
+        """crossing: the labels that leave with each value that leaves the trunk, and how often."""
         axis = np.full(ledger.size, -1, np.int64)
         for i, a in enumerate(ledger.axes):
             axis[a.start : a.stop] = i
@@ -64,8 +44,8 @@ class Known:
         for c in ledger.colours:
             if c.node <= last:
                 np.add.at(colour, c.a, c.value)
-        for i, ids in enumerate(crossing):
-            colour[ids] += mix(mix(-1 - i).view(np.int64))
+        for i, (ids, count) in enumerate(crossing):
+            colour[ids] += mix(mix(-1 - i).view(np.int64) ^ count)
         for a in ledger.axes:
             if a.by >= 0:  # what an axis meets as a whole, all its parts meet
                 whole = colour[a.base : a.base + a.size]
@@ -158,12 +138,16 @@ class Grouping:
         return set(np.unique(self.entries(np.unique(labels))[1]).tolist())
 
     def mixes(self, space: int, *slots: Ints) -> bool:
-        """Whether features of a space lie here together with those of another that it does not lie
-        in, so that the occurrences of a feature may have another order in another model."""
+        """Whether features of a space lie here together with others of it, or with those of a space
+        that it does not lie in, so that the occurrences of a feature may have another order in
+        another model."""
         found = [self.entries(labels)[:2] for labels in slots]
         index, spaces = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        here = np.isin(index, index[spaces == space])
-        return bool(set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))})
+        own = index[spaces == space]
+        here = np.isin(index, own)
+        return len(np.unique(own)) < len(own) or bool(
+            set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))}
+        )
 
     def parents(self, space: int) -> list[tuple[int, Tensor]]:
         """The spaces of the blocks that a space lies in, outermost first, with index tables into
@@ -188,15 +172,6 @@ class Grouping:
         return found
 
 
-def _runs(values: Ints) -> list[tuple[int, int, int]]:
-    """(value, start, stop) of every run of equal values."""
-    if not len(values):
-        return []
-    cuts = np.flatnonzero(np.diff(values)) + 1
-    starts = [0, *cuts.tolist()]
-    return list(zip(values[starts].tolist(), starts, [*starts[1:], len(values)], strict=True))
-
-
 def group(
     facts: Facts,
     last: int | None = None,
@@ -212,18 +187,18 @@ def group(
     last = len(facts.nodes) - 1 if last is None else last
     facts = facts.until(last)
     leaving = [
-        torch.unique(slot).numpy()
+        tuple(t.numpy() for t in torch.unique(slot, return_counts=True))
         for i in crossing
         for value in facts.nodes[i].values
         for slot in value.features
     ]
     known = Known.learn(ledger, last, leaving)
     component = components(ledger, last)
-    turn, name, shape = occurrences(ledger, last, known, component)
+    turn, name, shape = occurrences(ledger, last, known.axis, known.colour, component)
     held_labels = np.array(sorted(held), np.int64)
     nesting = _nest(ledger, last, known, component, held_labels, shape, name)
     vertex = nesting.vertex[component]
-    turn = _in_parts(turn, nesting.kind[vertex], nesting.part[component])
+    turn = in_parts(turn, nesting.kind[vertex], nesting.part[component])
     n = len(nesting.kind)
 
     first = np.full(n, ledger.size, np.int64)
@@ -260,74 +235,6 @@ def _rank(nesting: Nesting, first: Ints) -> Ints:
     rank = np.empty(len(first), np.int64)
     rank[np.lexsort((*keys, nesting.kind))] = np.arange(len(first))
     return rank
-
-
-def occurrences(
-    ledger: Ledger, last: int, known: Known, component: Ints
-) -> tuple[Ints, Hashes, Hashes]:
-    """The order of the labels of a feature on one axis, and what is to be alike in it.
-
-    Labels are told apart by colour. Those of one feature with the same axis and colour are tied in
-    a way of their own (a cycle, for y * y.roll(1)): they are numbered by walking along the edges,
-    and the numbered edges are part of what features must have in common.
-
-    Returns (labels,) int64, (labels,) hashes that name labels within their feature, and a hash for
-    every component.
-    """
-    shape = np.zeros(int(component.max()) + 1, np.uint64)
-    # axes in order, then blocks, which lie on none
-    order = np.lexsort((known.colour, known.axis.view(np.uint64)))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    turn = rank.copy()
-    name = mix((mix(known.axis) ^ known.colour).view(np.int64))
-    key = np.stack([known.axis, known.colour.view(np.int64), component])
-    key = key[:, np.lexsort(key)]
-    unclear = np.zeros(len(shape), bool)
-    unclear[key[2, 1:][(np.diff(key, axis=1) == 0).all(0)]] = True
-    a, b, node = _edges(ledger, last)
-    tied = np.flatnonzero(unclear[component[a]])
-    tied = tied[np.argsort(component[a[tied]], kind="stable")]
-    a, b, node = a[tied], b[tied], node[tied]
-    if runs := _runs(component[a]):
-        walks = [_walk(a[i:j], b[i:j], node[i:j], rank) for _, i, j in runs]
-        shape[[c for c, _, _ in runs]] = mix([form for _, form in walks])
-        met = np.concatenate([labels for labels, _ in walks])
-        turn[met] = np.concatenate([np.arange(len(labels)) for labels, _ in walks])
-        name[met] = mix(name[met].view(np.int64) ^ (1 + turn[met]))
-    return turn, name, shape
-
-
-def _walk(a: Ints, b: Ints, node: Ints, rank: Ints) -> tuple[list[int], int]:
-    """The labels of one feature, as they are met along its edges; a hash of the numbered edges."""
-    steps: dict[int, list[tuple[int, int, int]]] = {}
-    for x, y, n, of_x, of_y in np.stack([a, b, node, rank[a], rank[b]], 1).tolist():
-        steps.setdefault(x, []).append((2 * n, of_y, y))
-        steps.setdefault(y, []).append((2 * n + 1, of_x, x))
-    seen = {min(steps, key=rank.__getitem__): 0}
-    queue = list(seen)
-    for x in queue:
-        for _, _, y in sorted(steps[x]):
-            if y not in seen:
-                seen[y] = len(seen)
-                queue.append(y)
-    numbered = sorted((seen[x], way, seen[y]) for x in steps for way, _, y in steps[x])
-    return queue, hash(tuple(numbered))
-
-
-def _in_parts(turn: Ints, kind: Ints, part: Hashes) -> Ints:
-    """The order of labels once features and blocks that go one to one are joined.
-
-    A feature that `y.flip(1) + y` ties with its mirror image has two labels, and each of the two a
-    mean over positions: what they were joined from tells the means apart, and its order has to be
-    the same for all features of a class.
-    """
-    joined = np.flatnonzero(part)
-    where = mix((part[joined] ^ mix(kind[joined])).view(np.int64))
-    _, first, group = np.unique(where, return_index=True, return_inverse=True)
-    found = turn.copy()
-    found[joined[np.lexsort((turn[joined], first[group]))]] = np.arange(len(joined))
-    return found
 
 
 def _nest(
@@ -399,10 +306,10 @@ def _number(
     members, kind = members[order], kind[order]
     space, member = np.full(n, -1, np.int64), np.zeros(n, np.int64)
     sizes, blocks, of_blocks = [], [], []
-    for s, (_, begin, stop) in enumerate(_runs(kind)):
+    for s, (_, begin, stop) in enumerate(runs(kind)):
         mine = members[begin:stop]
         space[mine], member[mine] = s, np.arange(stop - begin)
-        cells = [b - a for _, a, b in _runs(nesting.cell[mine])]
+        cells = [b - a for _, a, b in runs(nesting.cell[mine])]
         sizes.append(stop - begin)
         blocks.append(tuple(cells) if len(cells) > 1 else ())
         of_blocks.append(bool(inside[mine].any()))

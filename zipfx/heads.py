@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, Move, is_pattern, read_maps
-from zipfx.group import Flags, Grouping
+from zipfx.group import Grouping
 from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
+from zipfx.occurrences import Flags
 from zipfx.trace import named_tensors
 
 T = TypeVar("T")

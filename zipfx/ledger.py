@@ -330,6 +330,13 @@ class Ledger:
             ids = self._ids(slot)
             self.colour(ids, torch.full_like(ids, operand + 1))
 
+    def counted(self, slot: Tensor) -> None:
+        """Features that all of this slot is taken over count as often as they lie in it."""
+        if not self._distinct(slot):
+            labels, count = torch.unique(slot, return_counts=True)
+            if len(torch.unique(count[labels > 0])) > 1:
+                self.colour(labels, count)
+
     def pin(self, slots: Iterable[Tensor], reason: str) -> None:
         """Make every feature of these slots distinct from all others, and say why."""
         self.trait("mixes")

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import fx
 
-from zipfx.group import Flags, Grouping
+from zipfx.group import Grouping
 from zipfx.interpret import Facts
 from zipfx.ledger import Ledger
+from zipfx.occurrences import Flags
 from zipfx.places import find_places
 from zipfx.spaces import Axis, Block, Pinned, Role, Space, SpaceMap
 

@@ -111,6 +111,7 @@ def _sharp(space: Space) -> Sequence[Place]:
     for wanted in (
         [p for p in space.places if p.own and not p.blurred and not p.mixed],
         [p for p in space.places if not p.blurred and not p.mixed],
+        [p for p in space.places if not p.mixed],
     ):
         if wanted:
             return wanted
@@ -127,10 +128,13 @@ def reads_and_source(space: Space) -> Sequence[Place]:
     """Every read, and the place where the values of the last read were made.
 
     That is before the activation, where a ReLU has not yet made features dead or all but dead:
-    there the correlation of a feature with its copy is 1 and that of any other two is not.
+    there the correlation of a feature with its copy is 1 and that of any other two is not. Where
+    that is not known (other features lie there, too) it is the first place: later a softmax over
+    the others, say, may have made their mean the same for all inputs.
     """
-    reads = all_reads(space)
-    sources = (p for p in _sharp(space) if p.source and not any(p is r for r in reads))
+    reads, sharp = all_reads(space), _sharp(space)
+    made = [p for p in sharp if p.source] or sharp[:1]
+    sources = (p for p in made if not any(p is r for r in reads))
     return [*sources, *reads]
 
 

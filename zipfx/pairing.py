@@ -173,7 +173,7 @@ def _similarity(
     statistics: Mapping[str, Statistics],
     models: int,
 ) -> Statistics:
-    """How alike the blocks of the models are: the mean correlation of their best matched features.
+    """How alike the blocks of the models are: the mean similarity of their best matched features.
 
     Only blocks that may be exchanged with one another are compared.
     """
@@ -182,13 +182,11 @@ def _similarity(
     weight = sum(space.size for space in inner)
     starts = np.cumsum([0, *(blocks.blocks or (n,))])
     for space in inner:
-        correlation = statistics[space.name].correlation().cpu()
+        alike = statistics[space.name].similarity().cpu()
         table = next(b.index for b in space.within if b.space == blocks.name)
         for a in range(models):
             for b in range(a + 1, models):
-                cross = correlation[a * space.size :][: space.size, b * space.size :][
-                    :, : space.size
-                ]
+                cross = alike[a * space.size :][: space.size, b * space.size :][:, : space.size]
                 for lo, hi in itertools.pairwise(starts):
                     best = torch.from_numpy(_best_sums(cross.numpy(), table[lo:hi].numpy()))
                     total[a * n + lo : a * n + hi, b * n + lo : b * n + hi] += best * n / weight
@@ -219,7 +217,7 @@ def _best_sums(cross: NDArray[np.float64], table: Ints) -> NDArray[np.float64]:
     chosen = np.zeros((n, n), bool)
     np.put_along_axis(chosen, np.argsort(-found, axis=1)[:, :few], True, axis=1)
     np.put_along_axis(chosen, np.argsort(-found, axis=0)[:few], True, axis=0)
-    found -= 2 * m  # below every sum of correlations
+    found -= 4 * m  # below every sum of similarities
     for i, j in np.argwhere(chosen):
         score = cross[np.ix_(table[i], table[j])]
         found[i, j] = score[linear_sum_assignment(score, maximize=True)].sum()

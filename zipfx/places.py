@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from zipfx.group import Grouping
 from zipfx.interpret import Facts
-from zipfx.labels import Kind, overlapping
+from zipfx.labels import Ints, Kind, overlapping
 from zipfx.spaces import Place
 
 
@@ -33,13 +33,18 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
         if i > grouping.last or not fact.is_tensor or node.op in ("output", "get_attr"):
             continue
         groups = overlapping(fact.values[0].features)
+        moved = [(dims, _moved(grouping, slots)) for dims, slots in groups]
+        moving = {d for dims, spaces in moved if spaces for d in dims}
+        whole = {s for _, slots in groups for s, _ in grouping.tables(*slots)}
+        partly = any(spaces - whole for _, spaces in moved)
         for dims, slots in groups:
-            blurred = tuple(sorted({d for other, _ in groups for d in other} - set(dims)))
+            blurred = tuple(sorted(moving - set(dims)))
             own = {s for labels in slots for s in grouping.space[grouping.vertex[labels]].tolist()}
             for s, index in grouping.tables(*slots):
                 place = Place(
                     node.name, dims, index, s in readers.get(i, ()), blurred, own=s in own,
-                    mixed=index.shape[1] > 1 and grouping.mixes(s, *slots), after=after.get(i),
+                    mixed=partly or (index.shape[1] > 1 and grouping.mixes(s, *slots)),
+                    after=after.get(i),
                 )  # fmt: skip
                 mine = places.setdefault(s, {})
                 if place.own or i not in mine:
@@ -56,6 +61,11 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
             found[source] = replace(found[source], source=True)
     ordinary = {s: list(found.values()) for s, found in places.items()}
     return {**_inner_places(nodes, facts, grouping), **ordinary}
+
+
+def _moved(grouping: Grouping, slots: Sequence[Ints]) -> set[int]:
+    """The spaces with features here, all of them or some."""
+    return {s for labels in slots for s in grouping.spaces(labels)}
 
 
 def _inner_places(nodes: list[fx.Node], facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:

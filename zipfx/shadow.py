@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zipfx.labels import Kind, Labels, narrow, place
+from zipfx.labels import Kind, Labels, as_fixed, by_value, mix, narrow, place
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
@@ -46,6 +46,7 @@ class Shadows:
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._passing: set[int] = set()  # of what nodes made, which lives no longer than needed
+        self._marks = 0
         self._most = 32  # then look which of them are gone
 
     def _forget(self) -> None:
@@ -118,7 +119,26 @@ class Shadows:
                 window = full.as_strided(*g[:3])
                 window.copy_(slots[i]) if i < len(slots) else window.zero_()
         kind = max(base.kind, labels.kind)
+        if kind == Kind.CONSTANT:  # told by its values, as ever
+            whole = t.as_strided(*record.made[:3])
+            record.full, record.views = None, {record.made: by_value(whole)}
+            return
+        self._tell_apart(t, record.full, len(labels.fixed))
         record.views = {record.made: _window(record.full, record.made, kind)}
+
+    def _tell_apart(self, t: Tensor, full: list[list[Tensor]], used: int) -> None:
+        """What was written to is told by a coordinate from the rest, where no slot does that:
+        `y = cat([x, x], 1); y[:, :1] *= 2` has two sorts of x."""
+        g = geometry(t)
+        inside = torch.zeros(self._elements(t), dtype=torch.bool)
+        inside.as_strided(*g[:3]).fill_(True)
+        for slot in (*full[0], *full[1]):
+            if not bool(torch.isin(slot[inside].unique(), slot[~inside]).any()):
+                return
+        self._marks += 1
+        if used == len(full[1]):
+            full[1].append(torch.zeros(len(inside), dtype=torch.int64))
+        full[1][used].as_strided(*g[:3]).copy_(as_fixed(mix([-self._marks])))
 
     @staticmethod
     def _elements(t: Tensor) -> int:

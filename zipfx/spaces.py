@@ -54,10 +54,11 @@ class Place:
     index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
     flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
     dimensions along which features of other spaces lie; source: whether the values of the last read
-    were made here, before their activation; own: of a space of blocks: whether the values are those
-    of the blocks themselves (attention scores), not those of the features inside; mixed: whether
-    the occurrences are features of another space, in any order (what all heads scale alike); inner:
-    an address inside the node; after: a later node that finishes the value in place.
+    were made here, before their activation; own: of a space of blocks: whether the
+    values are those of the blocks themselves (attention scores), not those of the features inside;
+    mixed: whether the occurrences are features of another space, in any order (what all heads scale
+    alike), or only some of another lie here; inner: an address inside the node; after: a later node
+    that finishes the value in place.
     """
 
     node: str

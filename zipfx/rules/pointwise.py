@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,9 +80,16 @@ def reduce(
     Slots that lie elsewhere, and a block for every part of the others; nothing where all of an axis
     takes part. fixed: the tensor's coordinates. Where two slots tell a feature only together, pairs
     are summed, which is symmetric in neither: they are pinned, and tell the parts as coordinates
-    (unless coordinates tell one of the two already).
+    (unless coordinates tell one of the two already). Of what is summed as a whole, some features,
+    or some pairs of two, may count more often than others.
     """
     along = set(dims)
+    whole = [slot for slot in slots if support(slot) and support(slot) <= along]
+    for slot in whole:
+        ledger.counted(slot)
+    for one, other in itertools.combinations(whole, 2):
+        if support(one) & support(other):
+            ledger.relate(one, other, fixed)
     parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
     pairs = [
         (slot, other)
