@@ -129,9 +129,13 @@ class Statistics:
 
         A constant c that is rounded on its way shows a standard deviation of about
         resolution * |c|, and the correlation of rounding noise means nothing: up to 16 times
-        that counts as constant.
+        that counts as constant. What was rounded may be larger than what is left of it (behind a
+        norm), so up to 4 times that of the largest mean does, too.
         """
-        noise = 16 * self.resolution * self.mean.abs()
+        if not len(self.mean):
+            return torch.zeros(0, dtype=torch.bool, device=self.mean.device)
+        size = self.mean.abs()
+        noise = self.resolution * torch.maximum(16 * size, 4 * size.max())
         return self.covariance.diagonal().sqrt() <= noise
 
     def correlation(self) -> Tensor:
