@@ -13,6 +13,7 @@ from zipfx.matrices import Matching, Merge
 from zipfx.statistics import SIMILARITIES, Similarity, Statistics
 
 Unmerge = Literal["pinv", "lstsq"]
+_ROUNDING = 1e-13  # of sums of products, relative to the mean power
 UNMERGES: tuple[Unmerge, ...] = get_args(Unmerge)
 
 
@@ -117,7 +118,9 @@ def least_squares(matching: Matching, statistics: Statistics, ridge: float) -> T
     read = moment.new_zeros(n, m).index_add_(1, groups, moment).div_(counts)  # S M^T
     power = moment.new_zeros(m, m).index_add_(0, groups, read).div_(counts[:, None])  # M S M^T
     lost = read.sub_(power[groups])
-    least = ridge * power.diagonal().mean()
+    mean = power.diagonal().mean()
+    lost.masked_fill_(lost.abs() <= _ROUNDING * mean, 0)  # else the inverse would magnify it
+    least = ridge * mean
     power.diagonal().add_(least if least > 0 else 1.0)  # nothing but zeros: nothing is lost, too
     factor: Tensor = torch.linalg.cholesky(power)
     better = torch.cholesky_solve(lost.T.contiguous(), factor).T.cpu()
