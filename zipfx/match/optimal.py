@@ -143,9 +143,8 @@ def _pairs(similarity: Floats, count: int) -> Ints:
 def _greedy_pairs(similarity: Floats, count: int, size: int) -> Ints:
     """Partner of each of `size` nodes in the greedy matching, the dummies included."""
     total = len(similarity)
-    first = join_one_by_one(
-        similarity.copy(), 0.0, total - count, np.zeros(total, np.int64), [total], total
-    )
+    apart = np.minimum(similarity, 1 - 1e-6)  # copies, too, go in pairs
+    first = join_one_by_one(apart, 0.0, total - count, np.zeros(total, np.int64), [total], total)
     partner = np.empty(size, np.int64)
     joined = np.flatnonzero(first != np.arange(total))
     partner[joined], partner[first[joined]] = first[joined], joined
