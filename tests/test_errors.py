@@ -169,7 +169,7 @@ def test_no_data_with_example_inputs() -> None:
         (3, r"calib_loader is a int; pass an iterable of batches"),
         (batch(), r"calib_loader is a Tensor; .*a single batch x: \[x\]"),
         ({"x": batch()}, r"calib_loader is a dict; pass an iterable"),
-        (None, r'calib_loader=None works only with matcher="identity"'),
+        (None, r'calib_loader=None works only with matcher="weights" or "identity"'),
         ([3.5], r"a calibration batch is a float; .*batch_to_args="),
         (["text"], r"a calibration batch is a str; .*batch_to_args="),
         ([()], r"a calibration batch is a tuple; .*batch_to_args="),

@@ -14,6 +14,7 @@ Similarity = Literal["correlation", "covariance", "cosine"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 
 _ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
+_STILL = 1e-10  # of the largest mean: what varies by less carries nothing
 _TIE = 1e-6  # what a difference of means may cost at most
 _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
 
@@ -130,12 +131,13 @@ class Statistics:
         A constant c that is rounded on its way shows a standard deviation of about
         resolution * |c|, and the correlation of rounding noise means nothing: up to 16 times
         that counts as constant. What was rounded may be larger than what is left of it (behind a
-        norm), so up to 4 times that of the largest mean does, too.
+        norm), so up to 4 times that of the largest mean does, too, and so does a 1e-10th of it.
         """
         if not len(self.mean):
             return torch.zeros(0, dtype=torch.bool, device=self.mean.device)
         size = self.mean.abs()
-        noise = self.resolution * torch.maximum(16 * size, 4 * size.max())
+        least = max(4 * self.resolution, _STILL)
+        noise = torch.maximum(16 * self.resolution * size, least * size.max())
         return self.covariance.diagonal().sqrt() <= noise
 
     def correlation(self) -> Tensor:

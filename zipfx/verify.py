@@ -46,6 +46,8 @@ class _Runner(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         leaf = self.fetch_attr(str(target))
         tensors = {name: self.own(t) for name, t in named_tensors(leaf).items()}
+        if not tensors:  # a compiled module, too
+            return leaf(*args, **kwargs)
         return functional_call(leaf, tensors, args, kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
