@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import zipfx
 from benchmarks import checkpoints, harness, matchers, plots, tables
@@ -80,21 +81,22 @@ def _zips(
 
 def similarity(bench: Bench, options: argparse.Namespace) -> list[Method]:
     """Every matcher by every similarity."""
-    end = _end(bench, options)
-    return [
-        Method(f"{name}, {kind}", replace(matcher, similarity=kind), end, series=name, x=x)
-        for name, matcher in matchers_of(options).items()
-        for x, kind in enumerate(SIMILARITIES)
-    ]
+    return _choices(bench, options, [(s, {"similarity": s}) for s in SIMILARITIES])
 
 
 def unmerge(bench: Bench, options: argparse.Namespace) -> list[Method]:
     """Every matcher with every unmerge matrix."""
+    return _choices(bench, options, [(u, {"unmerge": u}) for u in UNMERGES])
+
+
+def _choices(
+    bench: Bench, options: argparse.Namespace, settings: Sequence[tuple[str, dict[str, Any]]]
+) -> list[Method]:
     end = _end(bench, options)
     return [
-        Method(f"{name}, {kind}", replace(matcher, unmerge=kind), end, series=name, x=x)
+        Method(f"{name}, {chosen}", replace(matcher, **setting), end, series=name, x=x)
         for name, matcher in matchers_of(options).items()
-        for x, kind in enumerate(UNMERGES)
+        for x, (chosen, setting) in enumerate(settings)
     ]
 
 

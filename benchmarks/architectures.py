@@ -459,9 +459,7 @@ def main() -> None:
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one model")
-    parser.add_argument(
-        "--quick", action="store_true", help="no numeric check, law 2 for small models, one process"
-    )
+    parser.add_argument("--quick", action="store_true", help="no numeric check, one process")
     parser.add_argument(
         "--small", type=float, default=1e12, help="parameters up to which --quick looks at law 2"
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -136,6 +137,15 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     numbers = torch.tensor(values, dtype=torch.float64)
     mean = f"{numbers.mean().item():.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {numbers.std().item():.{digits}f}"
+
+
+def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
+    """The power p of the size that time grows with, by least squares of logarithms.
+
+    >>> round(exponent([10, 20, 40], [1.0, 4.0, 16.0]), 6)
+    2.0
+    """
+    return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,8 +23,7 @@ import torchvision
 from torch import Tensor, nn
 
 import zipfx
-from benchmarks import evaluate
-from zipfx.statistics import Statistics
+from benchmarks import evaluate, greedy
 
 TOLERANCE = 1e-9  # relative, float64: reductions are ordered differently on the two devices
 CUTS = (None, "layer1", "layer2.0", "layer3.0.conv1")
@@ -76,25 +75,11 @@ def compare() -> tuple[float, str]:
     return worst, where
 
 
-def features(total: int) -> Statistics:
-    """Rectified features of 64 shared factors and as much noise of their own, on the card."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    x = normal(2 * total, 64) @ normal(64, total) / 8
-    x = x.add_(normal(2 * total, total)).relu_().double()
-    mean = x.mean(0)
-    covariance = (x - mean).T @ (x - mean) / len(x)
-    return Statistics(2 * total, mean, covariance, (total // 2, total // 2), trusted=True)
-
-
 def greedy_rows() -> list[list[str]]:
     """Seconds of `zipfx.Zip` on the card and of the same on the CPU, copies included."""
     rows = []
     for total in SIZES:
-        statistics = features(total)
+        statistics = greedy.low_rank(total, "cuda")
         found, seconds = [], []
         for device in ("cuda", "cpu"):
             best = math.inf

@@ -29,12 +29,16 @@ def statistics_of(covariance: Tensor, mean: Tensor) -> Statistics:
     return Statistics(4 * half, mean, covariance, (half, half))
 
 
-def low_rank(total: int) -> Statistics:
+def low_rank(total: int, device: str = "cpu") -> Statistics:
     """Rectified features of 64 shared factors and as much noise of their own."""
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randn(2 * total, 64, generator=generator)
-    features = factors @ torch.randn(64, total, generator=generator) / 8
-    features = (features + torch.randn(2 * total, total, generator=generator)).relu().double()
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    factors = normal(2 * total, 64)
+    features = factors @ normal(64, total) / 8
+    features = (features + normal(2 * total, total)).relu().double()
     return statistics_of(torch.cov(features.T), features.mean(0))
 
 
@@ -84,11 +88,6 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def exponent(sizes: list[int], times: list[float]) -> float:
-    """Slope p of a straight line through log seconds over log N: time grows as N ** p."""
-    return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
-
-
 def measure(
     name: str, make: Callable[[int], Statistics], matcher: Matcher, sizes: Sequence[int]
 ) -> list[str]:
@@ -102,7 +101,7 @@ def measure(
 
         times.append(seconds(run, repeats=3 if total < 4096 else 1))
     cells = [f"{value:.3f}" for value in times]
-    growth = f"{exponent(list(sizes), times):.2f}" if len(sizes) > 1 else "-"
+    growth = f"{evaluate.exponent(sizes, times):.2f}" if len(sizes) > 1 else "-"
     return [name, str(matcher), *cells, growth]
 
 

@@ -17,17 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import zipfx
-from benchmarks import evaluate
+from benchmarks import evaluate, memory
 from zipfx.trace import trace
 
 NETWORKS = ("resnet50", "swin_b", "densenet201")
@@ -75,30 +73,12 @@ def times(name: str) -> tuple[int, float, float]:
     return nodes, plain, seconds(lambda: zipfx.analyze(model, x))
 
 
-def exponent(nodes: list[int], took: list[float]) -> float:
-    """The power of the number of nodes that time grows with, by least squares of logarithms.
-
-    >>> round(exponent([10, 20, 40], [1.0, 4.0, 16.0]), 6)
-    2.0
-    """
-    return float(np.polyfit(np.log(nodes), np.log(took), 1)[0])
-
-
 # ------------------------------------------------------------------ memory
 WORK = {
     "forward": lambda model, x: model(x),
     "analyze": lambda model, x: zipfx.analyze(model, x, verify=False),
     "verify": lambda model, x: zipfx.analyze(model, x),
 }
-
-
-def memory_of_this_process(which: str) -> int:
-    """Bytes that this process holds now ("VmRSS"), or held at most ("VmHWM"), on Linux.
-
-    Not ru_maxrss: that of a new process begins with the memory of the one that started it.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
 
 
 def added(name: str, work: str) -> int:
@@ -111,10 +91,10 @@ def added(name: str, work: str) -> int:
         for warm in WORK.values():
             warm(small, image())
         model, x = build(name), image()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building
-        before = memory_of_this_process("VmRSS")
+        memory.reset_peak()  # forget that of building
+        before = memory.resident()
         WORK[work](model, x)
-    return memory_of_this_process("VmHWM") - before
+    return memory.peak_resident() - before
 
 
 def measured(name: str, work: str, threads: int) -> int:
@@ -138,7 +118,7 @@ def main() -> None:
     if options.child:
         print(added(*options.child))
         return
-    rows, grown, memory = [], [], []
+    rows, grown, held = [], [], []
     for name in options.networks:
         nodes, plain, verified = times(name)
         rows.append((name, str(nodes), f"{plain:.2f}", f"{verified:.2f}"))
@@ -150,10 +130,10 @@ def main() -> None:
         peaks = [measured(name, work, options.threads) for work in WORK]
         shown = f"ResNet of {name} layers" if name.isdigit() else name
         size = sum(t.numel() * t.itemsize for t in build(name).state_dict().values())
-        memory.append((shown, *(f"{n / MIB:.0f}" for n in (size, *peaks))))
-        memory[-1] += tuple(f"{(size + n) / (size + peaks[0]):.1f}" for n in peaks[1:])
-        print(*memory[-1], flush=True)
-    powers = [exponent([g[1] for g in grown], [g[i] for g in grown]) for i in (2, 3)]
+        held.append((shown, *(f"{n / MIB:.0f}" for n in (size, *peaks))))
+        held[-1] += tuple(f"{(size + n) / (size + peaks[0]):.1f}" for n in peaks[1:])
+        print(*held[-1], flush=True)
+    powers = [evaluate.exponent([g[1] for g in grown], [g[i] for g in grown]) for i in (2, 3)]
     seconds_header = ("nodes", "analyze (s)", "with verify (s)")
     parts = [
         "# Time and memory of the analysis",
@@ -171,12 +151,11 @@ def main() -> None:
         "## Peak memory",
         "MiB that the process holds at most (VmHWM), over what it held when the model was "
         "built, and then (last two columns) with the model's own, as a multiple of model and "
-        "forward pass. The analysis works on copies of the model, the numeric check on one in "
-        "float64.",
+        "forward pass. The numeric check widens each weight to float64 when a node uses it.",
         evaluate.table(
             ("network", "model", "forward", "analyze", "with verify", "analyze / forward",
              "with verify / forward"),
-            memory,
+            held,
         ),
     ]  # fmt: skip
     evaluate.publish("\n\n".join(parts), options.out)

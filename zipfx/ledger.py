@@ -123,6 +123,10 @@ class Ledger:
     _alive: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _parted: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
+    def make(self, slots: Iterable[Tensor]) -> None:
+        """The current node makes these features with weights."""
+        self.produced.extend((slot.reshape(-1).numpy(), self.node) for slot in slots)
+
     def trait(self, name: str) -> None:
         """Say of the current node: 'elementwise' (a weight met features one to one), 'mixes'."""
         self.traits.setdefault(self.node, set()).add(name)

@@ -8,7 +8,7 @@ blocks, and inside every block they are matched by the chosen matcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -57,37 +57,38 @@ def match_spaces(
             matched[space.name] = found, joined_pairs(found, None)
         return matched
     held: dict[str, Statistics] = {}
+    seen = observed(spaces)
     for space in spaces:
-        inner = [] if not space.of_blocks else inside(space, observed(spaces))
+        inner = inside(space, seen) if space.of_blocks else []
         for s in inner:
             if s.name not in held:
                 held[s.name] = take(s.name)
         if inner:
-            of = {s.name: aligned(s, held[s.name], matched, models) for s in inner}
-            matched[space.name] = match_blocks(matcher, space, inner, of, models)
+            parts = [(s, _aligned(s, held[s.name], matched)) for s in inner]
+            of = block_similarity(space, parts)
         else:
             own = held.pop(space.name, None) or take(space.name)
-            matched[space.name] = match_space(matcher, space, aligned(space, own, matched, models))
+            of = _aligned(space, own, matched)
+        merge = match_space(matcher, space, of)
+        matched[space.name] = merge, joined_pairs(merge, of)
     return matched
 
 
-def match_blocks(
-    matcher: Matcher,
-    space: Space,
-    inner: Sequence[Space],
-    statistics: Mapping[str, Statistics],
-    models: int,
-) -> tuple[Merge, Pairs]:
-    """The matching of a space of blocks by the statistics of the spaces inside them."""
-    return match_space(matcher, space, _similarity(space, inner, statistics, models))
-
-
-def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> tuple[Merge, Pairs]:
-    """The matching of a space whose features lie in the order of the matched blocks."""
+def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> Merge:
+    """The merge of a space whose features lie in the order of the matched blocks."""
     if space.of_blocks and not isinstance(matcher, Identity):
         matcher = Permute()
-    found = _in_blocks(matcher, space, statistics)
-    return found, joined_pairs(found, statistics)
+    if not space.blocks:
+        return _match(matcher, space, statistics, space.size)
+    models = len(statistics.sizes)
+    indices, parts = [], []
+    start = 0
+    for size in space.blocks:  # inside every block alone
+        mine = torch.cat([torch.arange(size) + start + k * space.size for k in range(models)])
+        parts.append(_match(matcher, space, statistics.select(mine, (size,) * models), size))
+        indices.append((mine, torch.arange(start, start + size)))
+        start += size
+    return _joined(parts, indices, statistics.sizes, space.size)
 
 
 def inside(blocks: Space, spaces: Iterable[Space]) -> list[Space]:
@@ -95,11 +96,12 @@ def inside(blocks: Space, spaces: Iterable[Space]) -> list[Space]:
     return [s for s in spaces if any(block.space == blocks.name for block in s.within)]
 
 
-def aligned(space: Space, statistics: Statistics, matched: Matched, models: int) -> Statistics:
+def _aligned(space: Space, statistics: Statistics, matched: Matched) -> Statistics:
     """Statistics with every model's features in the order of the matched blocks."""
     if not space.within:
         return statistics
-    orders = [_order(space, matched, k) + k * space.size for k in range(models)]
+    models = range(len(statistics.sizes))
+    orders = [_order(space, matched, k) + k * space.size for k in models]
     return statistics.select(torch.cat(orders), statistics.sizes)
 
 
@@ -110,21 +112,6 @@ def _order(space: Space, matched: Matched, model: int) -> Tensor:
     return torch.argsort(axis_map(space.size, 0, moves).target)
 
 
-def _in_blocks(matcher: Matcher, space: Space, statistics: Statistics) -> Merge:
-    """Match inside every block of a space alone."""
-    if not space.blocks:
-        return _match(matcher, space, statistics, space.size)
-    models = len(statistics.sizes)
-    indices, parts = [], []
-    start = 0
-    for size in space.blocks:
-        mine = torch.cat([torch.arange(size) + start + k * space.size for k in range(models)])
-        parts.append(_match(matcher, space, statistics.select(mine, (size,) * models), size))
-        indices.append((mine, torch.arange(start, start + size)))
-        start += size
-    return _joined(parts, indices, statistics.sizes, space.size)
-
-
 def _joined(
     parts: Sequence[Merge],
     indices: Sequence[tuple[Tensor, Tensor]],
@@ -133,20 +120,23 @@ def _joined(
 ) -> Merge:
     """The merges of several blocks as one; indices: the features and merged features of each."""
     total = sum(sizes)
-    unmerge = torch.zeros(total, merged, dtype=torch.float64)
-    merge = torch.zeros(merged, total, dtype=torch.float64)
-    assignment = torch.zeros(total, dtype=torch.int64)
-    patterns = [p for p in parts if isinstance(p, Matching)]
-    for part, (mine, new) in zip(parts, indices, strict=True):
-        if isinstance(part, Matching):
-            assignment[mine] = new[part.assignment]
-        if len(patterns) < len(parts) or any(p.unmerge is not None for p in patterns):
+    linear = any(isinstance(part, Linear) for part in parts)
+    unmerge: Tensor | None = None
+    if linear or any(isinstance(part, Matching) and part.unmerge is not None for part in parts):
+        unmerge = torch.zeros(total, merged, dtype=torch.float64)
+        for part, (mine, new) in zip(parts, indices, strict=True):
             unmerge[mine[:, None], new] = part.unmerge_matrix()
+    if linear:
+        assert unmerge is not None
+        merge = torch.zeros(merged, total, dtype=torch.float64)
+        for part, (mine, new) in zip(parts, indices, strict=True):
             merge[new[:, None], mine] = part.merge_matrix()
-    if len(patterns) < len(parts):
         return Linear(merge, unmerge, sizes)
-    dense = any(p.unmerge is not None for p in patterns)
-    return Matching(assignment, sizes, merged, unmerge if dense else None)
+    assignment = torch.zeros(total, dtype=torch.int64)
+    for part, (mine, new) in zip(parts, indices, strict=True):
+        assert isinstance(part, Matching)
+        assignment[mine] = new[part.assignment]
+    return Matching(assignment, sizes, merged, unmerge)
 
 
 def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) -> Merge:
@@ -167,22 +157,17 @@ def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) ->
     return found
 
 
-def _similarity(
-    blocks: Space,
-    inner: Sequence[Space],
-    statistics: Mapping[str, Statistics],
-    models: int,
-) -> Statistics:
+def block_similarity(blocks: Space, inner: Sequence[tuple[Space, Statistics]]) -> Statistics:
     """How alike the blocks of the models are: the mean similarity of their best matched features.
 
     Only blocks that may be exchanged with one another are compared.
     """
-    n = blocks.size
+    n, models = blocks.size, len(inner[0][1].sizes)
     total = torch.eye(models * n, dtype=torch.float64)
-    weight = sum(space.size for space in inner)
+    weight = sum(space.size for space, _ in inner)
     starts = np.cumsum([0, *(blocks.blocks or (n,))])
-    for space in inner:
-        alike = statistics[space.name].similarity().cpu()
+    for space, statistics in inner:
+        alike = statistics.similarity().cpu()
         table = next(b.index for b in space.within if b.space == blocks.name)
         for a in range(models):
             for b in range(a + 1, models):

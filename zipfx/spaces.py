@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -292,10 +292,7 @@ def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int])
 
 def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:
     """`index_select` along several dimensions taken as one, flattened in this order."""
-    last = tuple(range(-len(dims), 0))
-    moved = x.movedim(dims, last)
-    picked = moved.flatten(-len(dims)).index_select(-1, index)
-    return picked.reshape(moved.shape).movedim(last, dims)
+    return _along(x, dims, lambda t: t.index_select(-1, index))
 
 
 def mix(x: Tensor, dims: tuple[int, ...], matrix: Tensor) -> Tensor:
@@ -304,10 +301,14 @@ def mix(x: Tensor, dims: tuple[int, ...], matrix: Tensor) -> Tensor:
     >>> mix(torch.tensor([[1.0, 2.0]]), (1,), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     tensor([[2., 3.]])
     """
+    return _along(x, dims, lambda t: t @ matrix.to(x.dtype).T)
+
+
+def _along(x: Tensor, dims: tuple[int, ...], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function of the last dimension to several dimensions taken as one."""
     last = tuple(range(-len(dims), 0))
     moved = x.movedim(dims, last)
-    mixed = moved.flatten(-len(dims)) @ matrix.to(x.dtype).T
-    return mixed.reshape(moved.shape).movedim(last, dims)
+    return function(moved.flatten(-len(dims))).reshape(moved.shape).movedim(last, dims)
 
 
 # ------------------------------------------------------------------ as text

@@ -19,7 +19,7 @@ from torch import Tensor
 from zipfx.fuse import Move, columns, plan
 from zipfx.match import Weights
 from zipfx.matrices import Merge, joined_pairs
-from zipfx.pairing import Matched, inside, match_blocks, match_space
+from zipfx.pairing import Matched, block_similarity, inside, match_space
 from zipfx.spaces import Axis, Space
 from zipfx.statistics import Statistics
 
@@ -48,12 +48,12 @@ def match_weights(matcher: Weights, spaces: Sequence[Space], tensors: Tensors) -
                 if name not in (space.name, *(s.name for s in inner))
             }
             if inner:
-                of = {s.name: descent.statistics(s, known) for s in inner}
-                merge, _ = match_blocks(matcher, space, inner, of, descent.models)
+                of = block_similarity(space, [(s, descent.statistics(s, known)) for s in inner])
             else:
                 if before:
                     known[space.name] = before[0]
-                merge, _ = match_space(matcher, space, descent.statistics(space, known))
+                of = descent.statistics(space, known)
+            merge = match_space(matcher, space, of)
             new = merge.unmerge_matrix()
             changed |= before is None or not torch.equal(new, before[0].unmerge_matrix())
             found[space.name] = merge, joined_pairs(merge, None)

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from zipfx.match.protocol import Ints
 
 _ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
+_APART = 5  # more than the whole range of similarities, [-3, 1]
 LOSSLESS = 1 - 1e-9  # from this similarity on two features are one, up to rounding
 
 
@@ -51,7 +52,7 @@ class _Pairs:
         if self.similarity[i, j] >= LOSSLESS:
             pass
         elif self.alpha == 0:
-            low -= 5  # more than the whole range of similarities, [-3, 1]
+            low -= _APART
         else:
             np.multiply(low, self.alpha, out=low, where=low > 0)
         self.similarity[i] = self.similarity[:, i] = low
@@ -156,7 +157,7 @@ def _kept(matrix: Tensor, kept: Tensor) -> Tensor:
 def _lower(a: Tensor, b: Tensor, alpha: float, copies: Tensor) -> Tensor:
     """What is left of the smaller of two similarities after a join: all of it, of copies."""
     low = torch.minimum(a, b)
-    cost = low - 5 if alpha == 0 else torch.where(low > 0, alpha * low, low)
+    cost = low - _APART if alpha == 0 else torch.where(low > 0, alpha * low, low)
     return torch.where(copies, low, cost)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
-from zipfx.match.permute import Permute
+from zipfx.match.permute import one_to_one
 from zipfx.match.protocol import Options, check_merged
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
@@ -60,13 +60,10 @@ class KMeans(Options):
         """
         check_merged(statistics, merged)
         if across_only:
-            one_to_one = Permute(similarity=self.similarity, unmerge=self.unmerge, ridge=self.ridge)
-            return one_to_one(statistics, merged)
+            return one_to_one(self, statistics, merged)
         similarity = self.score(statistics)
         groups = _lloyd(similarity, _farthest_first(similarity, merged), self.iterations)
-        first = torch.full((merged,), len(groups), device=groups.device)
-        first.scatter_reduce_(0, groups, torch.arange(len(groups)).to(groups), "amin")
-        return self.matching(first.argsort().argsort()[groups], statistics, merged)
+        return self.matching(groups.cpu().numpy(), statistics, merged)
 
 
 def _farthest_first(similarity: Tensor, count: int) -> Tensor:

@@ -13,8 +13,8 @@ from scipy.optimize import linear_sum_assignment
 
 from zipfx.errors import ZipError
 from zipfx.match.greedy import join_one_by_one
-from zipfx.match.permute import Permute
-from zipfx.match.protocol import Options, check_merged
+from zipfx.match.permute import one_to_one
+from zipfx.match.protocol import Ints, Options, check_merged
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
 
@@ -25,7 +25,6 @@ except ImportError:  # an extra
     rustworkx = None
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _SCALE = 2**40  # similarities become integers: no rounding can decide, and both libraries agree
 _TIES = 2**20  # below one step of them, so that equal sums are told apart in the same way
@@ -86,8 +85,7 @@ class Optimal(Options):
         """
         check_merged(statistics, merged)
         if across_only or self.beta == 0:
-            one_to_one = Permute(similarity=self.similarity, unmerge=self.unmerge, ridge=self.ridge)
-            return one_to_one(statistics, merged)
+            return one_to_one(self, statistics, merged)
         total = sum(statistics.sizes)
         if total > self.most:
             minutes = _SECONDS[rustworkx is not None] * total**3 / 60
@@ -101,9 +99,7 @@ class Optimal(Options):
             found = _pairs(self.score(level).cpu().numpy(), count)
             level = _averages(level, found)
             groups = found[groups]
-        order = np.unique(groups, return_index=True)[1]  # number the groups by first member
-        rank = np.argsort(np.argsort(order))
-        return self.matching(torch.from_numpy(rank[groups]), statistics, merged)
+        return self.matching(groups, statistics, merged)
 
 
 def _averages(statistics: Statistics, groups: Ints) -> Statistics:

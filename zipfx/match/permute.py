@@ -6,15 +6,14 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from zipfx.match.protocol import Options, check_one_to_one
+from zipfx.match.protocol import Ints, Options, check_one_to_one
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
 
-Order = NDArray[np.int64]  # (n,): the feature of one model in each group
+Order = Ints  # (n,): the feature of one model in each group
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles
 
 
@@ -28,6 +27,7 @@ class Permute(Options):
     the best end wins. So the groups do not depend on the order of the models, exact ties aside.
     Merged feature i holds feature i of model 0. Its options are those of `Options`.
 
+    >>> import torch
     >>> correlation = torch.eye(4, dtype=torch.float64)
     >>> correlation[0, 3] = correlation[3, 0] = 0.9
     >>> statistics = Statistics(9, torch.zeros(4, dtype=torch.float64), correlation, sizes=(2, 2))
@@ -51,8 +51,13 @@ class Permute(Options):
         starts = [_ascend(blocks, model) for model in range(models if models > 2 else 1)]
         orders = max(starts, key=lambda orders: _objective(blocks, orders))
         groups = np.concatenate([np.argsort(order) for order in orders])
-        first = orders[0]  # renumber the groups by their feature of model 0
-        return self.matching(torch.from_numpy(first[groups]), statistics, merged)
+        return self.matching(groups, statistics, merged)
+
+
+def one_to_one(options: Options, statistics: Statistics, merged: int) -> Matching:
+    """What `Permute` gives with the options of another matcher."""
+    same = Permute(similarity=options.similarity, unmerge=options.unmerge, ridge=options.ridge)
+    return same(statistics, merged)
 
 
 def _ascend(blocks: NDArray[np.float64], reference: int) -> list[Order]:

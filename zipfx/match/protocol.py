@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zipfx.errors import ZipError
 from zipfx.matrices import Matching, Merge
 from zipfx.statistics import SIMILARITIES, Similarity, Statistics
 
+Ints = NDArray[np.int64]
 Unmerge = Literal["pinv", "lstsq"]
-_ROUNDING = 1e-13  # of sums of products, relative to the mean power
 UNMERGES: tuple[Unmerge, ...] = get_args(Unmerge)
+
+_ROUNDING = 1e-13  # of sums of products, relative to the mean power
 
 
 class Matcher(Protocol):
@@ -98,14 +102,17 @@ class Options:
         """(N, N) float64 on the device of the statistics: how alike features are; a new tensor."""
         return statistics.similarity(self.similarity)
 
-    def matching(self, assignment: Tensor, statistics: Statistics, merged: int) -> Matching:
-        """The matching with these groups, and the chosen unmerge matrix."""
-        found = Matching(assignment.cpu(), statistics.sizes, merged)
+    def matching(self, groups: Ints, statistics: Statistics, merged: int) -> Matching:
+        """The matching with these groups, (N,) of any numbers, and the chosen unmerge matrix.
+
+        Merged features are numbered by their first member.
+        """
+        _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+        assignment = torch.from_numpy(np.argsort(np.argsort(first))[group])
+        found = Matching(assignment, statistics.sizes, merged)
         if self.unmerge == "pinv":
             return found
-        return Matching(
-            found.assignment, found.sizes, merged, least_squares(found, statistics, self.ridge)
-        )
+        return replace(found, unmerge=least_squares(found, statistics, self.ridge))
 
 
 def least_squares(matching: Matching, statistics: Statistics, ridge: float) -> Tensor:

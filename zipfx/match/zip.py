@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from zipfx.errors import ZipError
 from zipfx.match.greedy import join_in_rounds, join_one_by_one
@@ -51,6 +50,7 @@ class Zip(Options):
     after a budget of at least n_k - M they are at most M. For K = 2 and M = N / 2 the rule never
     acts, as N features cannot make more than N / 2 joined groups.
 
+    >>> import torch
     >>> correlation = torch.eye(4, dtype=torch.float64)
     >>> correlation[0, 1] = correlation[1, 0] = 0.9  # two features of model 0
     >>> correlation[0, 2] = correlation[2, 0] = 0.8
@@ -88,7 +88,7 @@ class Zip(Options):
         check_merged(statistics, merged)
         budgets = self._budgets(sizes, merged, 0 if across_only else self.beta)
         if merged == total:
-            return self.matching(torch.arange(total), statistics, merged)
+            return self.matching(np.arange(total), statistics, merged)
         model = np.repeat(np.arange(len(sizes)), sizes)
         similarity = self.score(statistics)
         if similarity.device.type != "cpu" and self._is_free(sizes, merged, budgets):
@@ -98,8 +98,7 @@ class Zip(Options):
             first = join_one_by_one(
                 similarity.cpu().numpy(), self.alpha, merged, model, budgets, most_joined
             )
-        assignment = np.unique(first, return_inverse=True)[1]
-        return self.matching(torch.from_numpy(assignment), statistics, merged)
+        return self.matching(first, statistics, merged)
 
     def _is_free(self, sizes: tuple[int, ...], merged: int, budgets: list[int]) -> bool:
         """Whether what may be joined never depends on what was: no budget, or none to spend."""

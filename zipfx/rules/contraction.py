@@ -95,7 +95,7 @@ def note_reading(ledger: Ledger, read: Tensor, met: Sequence[Tensor]) -> None:
 def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
     """These axes of a weight make features of data."""
     if w.kind == Kind.WEIGHT and x.kind == Kind.DATA:
-        ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in slots)
+        ledger.make(slots)
 
 
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
@@ -178,7 +178,7 @@ def _bilinear(call: Call) -> Labels:
     for o in operands:
         if o.kind == Kind.WEIGHT:
             made = [s for s in o.features if not support(s) & summed]
-            ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in made)
+            ledger.make(made)
             for s in (s for s in o.features if support(s) & summed):
                 met = [f for other in operands if other is not o for f in other.features]
                 note_reading(ledger, s, [f for f in met if support(f) == support(s)])
@@ -196,7 +196,7 @@ def _embedding(call: Call) -> Labels:
     call.ledger.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
     n = len(ids.shape)
     made = carried(w.features, {1: n}, n + 1)
-    call.ledger.produced.extend((s.reshape(-1).numpy(), call.ledger.node) for s in made)
+    call.ledger.make(made)
     places = carried(ids.fixed, {d: d for d in range(n)}, n + 1)
     return Labels(shape, tuple(made), tuple(places), Kind.DATA)
 
@@ -209,7 +209,7 @@ def _embedding_bag(call: Call) -> tuple[Labels, ...]:
     if call.arg("per_sample_weights") is not None:
         ledger.pin(call.labels("per_sample_weights").features, "weighs rows chosen by the input")
     made = carried(w.features, {1: 1}, 2)
-    ledger.produced.extend((s.reshape(-1).numpy(), ledger.node) for s in made)
+    ledger.make(made)
     shapes = [tuple(t.shape) for t in call.result]
     bags = Labels(shapes[0], tuple(made), positions(shapes[0], [0]), Kind.DATA)
     return (bags, *(Labels(s, (), positions(s), ids.kind) for s in shapes[1:]))

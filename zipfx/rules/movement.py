@@ -194,7 +194,7 @@ def _by_list(call: Call) -> Labels:
     dims, keep, rows = _listed(call)
     made = carried(x.features, keep, len(shape))
     if x.kind == Kind.WEIGHT:  # as an embedding
-        call.ledger.produced.extend((s.reshape(-1).numpy(), call.ledger.node) for s in made)
+        call.ledger.make(made)
     fixed = [place(s, keep, len(shape)) for s in beyond(x.fixed, dims)]
     return Labels(shape, tuple(made), (*fixed, *positions(shape, rows)), Kind.DATA)
 
