@@ -14,7 +14,7 @@ import operator
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ def trace(
     With `inputs` the graph is compared with the model, since a symbol is never None nor a tensor to
     `isinstance`. Where symbolic tracing fails or goes astray, Python's questions (how long is this
     list, is this size odd) are answered as for these inputs; the graph stays symbolic, and
-    `module.meta["zipfx_notes"]` says where forward went by a shape.
+    `module.meta["zipfx_notes"]` says where forward went by a shape. Where that goes astray too,
+    `x += y` is taken for the write that it is, not for `x = x + y`.
 
     Args:
         model: any module that `torch.fx` can trace; a GraphModule keeps its graph as it is.
@@ -120,11 +121,11 @@ def trace(
         if tracer is not None or inputs is None:
             return _traced(model, tracer or Tracer(), device)
         bound = _bound(model, inputs)
-        try:
-            return _checked(_traced(model, Tracer(), device), model, inputs)
-        except ZipError:
-            aware = ExampleTracer(clone_tensors(bound))
-            return _checked(_traced(model, aware, device), model, inputs)
+        for make in (Tracer, lambda: ExampleTracer(clone_tensors(bound))):
+            with suppress(ZipError):
+                return _checked(_traced(model, make(), device), model, inputs)
+        writes = ExampleTracer(clone_tensors(bound), writes=True)
+        return _checked(_traced(model, writes, device), model, inputs)
 
 
 def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ _ESCAPES = ("tolist", "numpy")
 #: results with as many items as their input has rows or pieces
 _COUNTED = ("split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
 _SHAPE = "a shape"
+_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _TRACING = ("torch/fx/", "torch/nn/modules/module.py", "zipfx/trace.py", "zipfx/tracers.py")
 
 
@@ -125,6 +126,24 @@ class ExampleProxy(fx.Proxy):
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
+    def _write(self, function: Callable[..., Any], other: Any) -> Any:
+        """`x += y`, which is `x = x + y` to fx; that is another thing where x has a second name."""
+        if not (self.tracer.writes and isinstance(self.value, Tensor)):
+            return NotImplemented
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._write(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._write(operator.isub, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._write(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._write(operator.itruediv, other)
+
     @classmethod
     def __torch_function__(
         cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None
@@ -158,7 +177,8 @@ class ExampleTracer(Tracer):
 
     It writes where the model writes: give it a model and inputs of its own.
 
-    notes: where forward went by a size, and by which.
+    writes: whether `x += y` is to write into x, as it does in the model, instead of making a new
+    tensor; notes: where forward went by a size, and by which.
 
     >>> class Rows(nn.Module):
     ...     def forward(self, x):
@@ -170,9 +190,9 @@ class ExampleTracer(Tracer):
     'traced for inputs of shape [(2, 3)]'
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any], *, writes: bool = False) -> None:
         super().__init__()
-        self.inputs = list(inputs)
+        self.inputs, self.writes = list(inputs), writes
         self.shapes = [tuple(t.shape) for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
         self.asked: set[fx.Node] = set()
         self._fresh: list[tuple[fx.Node, str]] = []
@@ -272,7 +292,8 @@ class ExampleTracer(Tracer):
             proxy.about = f"a {args[1]}"
         elif number and proxy.given:
             proxy.about = next((p.about for p in used if p.given and p.about != _SHAPE), _SHAPE)
-        if used and (target is operator.setitem or (name.endswith("_") and name[-2:-1] != "_")):
+        in_place = target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
+        if used and in_place:
             used[0].given |= proxy.given
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
