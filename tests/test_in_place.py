@@ -80,12 +80,25 @@ class Windows(Parts):
         return self.end(u)
 
 
+class Added(Parts):
+    """`+=` and `*=` write to a value that another name still reads; to torch.fx they do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.early(torch.relu(self.a(x)))
+        old = y
+        y += torch.tanh(self.mark(y))
+        rows = old.view(-1, 8)
+        rows *= 2
+        return self.end(y * old)
+
+
 CUTS: dict[type[Parts], list[str | None]] = {
     Collected: [None, "a", "b", "early", "n", "mark", "c"],
     Replaced: [None, "a", "early", "b", "mark", "c"],
     InHead: [None, "a", "mark", "n", "c"],
     Weights: [None, "mark", "c"],
     Windows: [None, "a", "early", "mark", "c"],
+    Added: [None, "a", "early", "mark", "c"],
 }
 
 
