@@ -25,13 +25,15 @@ def methods(
 ) -> list[Method]:
     """The paper's rows; ``cuts`` in the order of the network."""
     settings = f"alpha {alpha:g}, beta {beta:g}"
-    zip_ = zipfx.Zip(alpha, beta)
+    zip_ = zipfx.Zip(alpha, beta, unmerge="pinv")
+    fitted = zipfx.Zip(alpha, beta, unmerge="lstsq")
     return [
         Method("weight averaging", "identity", places=places),
         Method("weight matching", "weights", places=places),
-        Method("permute", "permute", places=places),
-        Method("k-means", "kmeans", places=places),
-        Method("optimal", "optimal", places=places),
+        Method("permute", zipfx.Permute(unmerge="pinv"), places=places),
+        Method("k-means", zipfx.KMeans(unmerge="pinv"), places=places),
+        Method("optimal", zipfx.Optimal(unmerge="pinv"), places=places),
+        Method(f"zip full, {settings}, lstsq", fitted, places=places, series="zip, lstsq"),
         Method(f"zip full, {settings}", zip_, places=places, series="zip"),
         *(
             Method(f"zip to {cut}, {settings}", zip_, cut, places=places, series="zip")

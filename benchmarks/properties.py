@@ -163,9 +163,12 @@ def main() -> None:
             for failure in part.failures:
                 print(failure.where, failure.example, flush=True)
     seconds = time.perf_counter() - start
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        small = pool.map(simplify, tally.failures, chunksize=1)
-    evaluate.publish(report(tally, small, options, seconds), options.out)
+    # what is known is written down before failures are made small, which may take long
+    evaluate.publish(report(tally, tally.failures, options, seconds), options.out)
+    if tally.failures:
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            small = pool.map(simplify, tally.failures, chunksize=1)
+        evaluate.publish(report(tally, small, options, seconds), options.out)
 
 
 if __name__ == "__main__":
