@@ -21,6 +21,7 @@ from properties import (
     Example,
     Failure,
     UnusableError,
+    agree,
     check,
     examples,
     independent,
@@ -75,6 +76,16 @@ def test_means_over_padded_positions_of_features_tied_with_their_mirror_images()
     """What random networks have found once."""
     steps = (Step("reorder", option=4), Step("shuffle"), Step("pad"))
     check(Example(Plan(("image",), steps, stem=6, ending="pooled"), "zip_matcher", 1))
+
+
+def test_merges_that_give_zeros_agree_or_not() -> None:
+    """Of `y.clamp(-1, 1) - y`, averaged features are too small to leave anything."""
+    zeros, x = torch.nn.Threshold(9.0, 0.0), (torch.rand(3, 4).double(),)
+    with pytest.raises(UnusableError):
+        agree(zeros, zeros, x)
+    for one, other in ((zeros, torch.nn.Identity()), (torch.nn.Identity(), zeros)):
+        with pytest.raises(AssertionError):
+            agree(one, other, x)
 
 
 # ------------------------------------------------------------------ sensitivity
