@@ -927,7 +927,61 @@ def test_largest_of_reordered_products_of_features() -> None:
     law1(Net(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3), h=nn.Linear(3, 2)), 4)
 
 
+def test_copies_of_input_channels_in_several_groups() -> None:
+    """Each of the two copies is normalised with other channels, unless the groups are copies."""
+
+    def model(groups: int) -> Net:
+        norm, head = nn.GroupNorm(groups, 10), nn.Conv2d(10, 3, 1)
+        return Net(lambda s, x: s.h(s.n(torch.cat([x, x], 1))), n=norm, h=head)
+
+    for groups in (2, 5):
+        law1(model(groups), 5, 4, 4)
+    assert sizes(model(2), data(5, 4, 4)) == [(2, ())] * 5
+    assert sizes(model(5), data(5, 4, 4)) == []
+
+
+def test_parts_of_a_channel_in_several_groups() -> None:
+    """Groups of one and a half channels: 1 and 4 lie in two groups, the others in one."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.n(F.pixel_unshuffle(s.a(x), 2)))
+
+    parts = {"a": nn.Conv2d(3, 6, 3), "n": nn.GroupNorm(4, 24), "h": nn.Conv2d(24, 3, 1)}
+    model = Net(forward, **parts)
+    law1(model, 3, 6, 6)
+    assert sizes(model, data(3, 6, 6)) == [(2, ())]
+
+
+def test_features_in_several_groups_without_parameters() -> None:
+    """They belong to the groups, not the groups to them."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        return s.h(F.group_norm(torch.cat([y, y], 1), 3))
+
+    model = Net(forward, a=nn.Conv2d(3, 6, 3), h=nn.Conv2d(12, 3, 1))
+    law1(model, 3, 6, 6)
+    assert sizes(model, data(3, 6, 6)) == [(2, ())] * 3
+
+
 # ------------------------------------------------- law 3: where features are observed, and restored
+@pytest.mark.parametrize(
+    "norm",
+    [nn.LayerNorm(5, elementwise_affine=False), nn.Softmax(-1), nn.BatchNorm2d(3)],
+    ids=["layer_norm", "softmax", "batch_norm"],
+)
+def test_cut_where_padding_is_normalised(norm: nn.Module) -> None:
+    """The zeros then hold something of their row, or the bias of their channel; they move, too."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = F.pad(s.a(x).view(-1, 3, 3, 3), (1, 1, 1, 1))
+        return s.h(s.n(y))
+
+    model = Net(forward, a=nn.Linear(4, 27), n=norm, h=nn.Conv2d(3, 2, 1))
+    law3(model, 4, partial="n")
+    assert sizes(model, data(4)) == [(3, ())]
+
+
 def test_cut_after_the_features_of_tokens_were_multiplied_with_themselves() -> None:
     """Rows and columns are the same features; the tokens are exchangeable all the same."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from properties import (
     where,
 )
 
+from zipfx.labels import Labels, beyond, support
 from zipfx.ledger import Ledger
 from zipfx.rules import together
 from zipfx.trace import trace
@@ -89,8 +91,9 @@ def test_merges_that_give_zeros_agree_or_not() -> None:
 
 
 # ------------------------------------------------------------------ sensitivity
-def no_blocks(ledger: Ledger, x: Any, dims: Any) -> Any:
-    return x
+def no_blocks(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
+    left = tuple(slot for slot in x.features if not support(slot) & dims)
+    return replace(x, features=left, fixed=beyond(x.fixed, dims))
 
 
 def nothing(*_: Any) -> None:

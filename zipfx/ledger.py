@@ -212,19 +212,20 @@ class Ledger:
         new = same & (x != y)
         if new.any():
             self.edges.append(Edge(x[new], y[new], self.node, weights_only))
-        if not same.all():
+        known = (few_x.all() and self._is_block(b, a)) or (few_y.all() and self._is_block(a, b))
+        if not same.all() and not known:
             # the finer label has one partner, the coarser many; where both have many, either way
             fine = np.where(few_x, x, y)[~same], np.where(few_x, y, x)[~same]
             way = np.zeros(len(codes), np.uint64)
             seen = coordinates(fixed, u.shape, support(u))
             np.add.at(way, pair, np.broadcast_to(seen, u.shape)[mask.numpy()])
             self._belongs(*fine, way[~same])
-        if a.shape == b.shape and same.all():
-            return (torch.where(a > 0, a, b),)
-        if few_x.all() and bool(((u > 0) | (v <= 0)).all()):
-            return (a,)
-        if few_y.all() and bool(((v > 0) | (u <= 0)).all()):
-            return (b,)
+        # the coarser label still tells what lies where there is no finer one: beside the padding of
+        # what was padded before a norm, whose bias the padding holds, too
+        if few_x.all():
+            return (a if bool(((u > 0) | (v <= 0)).all()) else torch.where(u > 0, u, v),)
+        if few_y.all():
+            return (b if bool(((v > 0) | (u <= 0)).all()) else torch.where(v > 0, v, u),)
         return a, b
 
     def crossing(self, a: Tensor, b: Tensor, dims: Collection[int]) -> bool:
@@ -281,6 +282,10 @@ class Ledger:
         if along not in known:
             known[along] = self._new_blocks(slot, rest, fixed)
         return known[along]
+
+    def _is_block(self, block: Tensor, slot: Tensor) -> bool:
+        """Whether these are the blocks that were made of a slot."""
+        return any(block is known for known in self._blocks.get(slot, {}).values())
 
     def _belongs(self, a: Ints, b: Ints, way: Hashes) -> None:
         salt = mix(len(self.members) + 3)

@@ -97,21 +97,21 @@ def reduce(
         for other in slots
         if other is not slot
         and (shared := support(slot) & support(other) & along)
-        and not (_told(fixed, shared, slot) or _told(fixed, shared, other))
+        and not (told(fixed, shared, slot) or told(fixed, shared, other))
         and ledger.crossing(slot, other, along)
     ]
     crossed = {id(s): s for pair in pairs for s in pair}
     if crossed:
         ledger.pin(crossed.values(), "features are summed in pairs: they keep their order")
-    told = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
+    apart = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
     blocks = [ledger.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
     kept = [(slot, Kind.DATA) for slot in slots if not support(slot) & along]
     for block in blocks:
         kept = meet(ledger, kept, [block], Kind.DATA)
-    return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *told)
+    return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *apart)
 
 
-def _told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:
+def told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:
     """Whether coordinates along `dims` tell which label of a part is where."""
     last = tuple(range(-len(dims), 0))
     seen = np.broadcast_to(coordinates(fixed, slot.shape, dims), slot.shape)

@@ -5,37 +5,42 @@ Taken together over a whole axis, features stay exchangeable; over a part of it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, beyond, place, placed, positions, support
+from zipfx.labels import Labels, beyond, narrow, place, placed, positions, support
 from zipfx.ledger import Ledger
 from zipfx.rules.call import Call, carried, first, rule
-from zipfx.rules.pointwise import join, reduce
+from zipfx.rules.pointwise import join, reduce, told
 
 
 def _normalise(
-    call: Call,
-    x: Labels,
-    dims: set[int],
-    params: Sequence[tuple[Tensor | None, int]],
+    call: Call, x: Labels, taken: Labels, params: Sequence[tuple[Tensor | None, int]]
 ) -> Labels:
-    """Features normalised together stay exchangeable if all of them are; then per-feature affine.
+    """Every element meets what it is normalised with, then per-feature parameters.
 
-    params: parameters with the dimension of x at which their own first dimension lies.
+    So a label that lies in several groups is told apart in each of them, and the zeros that pad a
+    row become features of the row. Groups that coordinates tell apart need no more.
+
+    taken: what is left of x when all that is normalised together is; params: parameters with the
+    dimension of x at which their own first dimension lies.
     """
-    ledger, ndim = call.ledger, len(x.shape)
-    together(ledger, x, dims)
-    operands = [x]
+    known = {id(s) for s in (*x.features, *x.fixed)}
+    features, fixed = (
+        tuple(s for s in slots if id(s) not in known) for slots in (taken.features, taken.fixed)
+    )
+    features = tuple(s for s in features if not told(x.fixed, support(s), s))
+    # features belong to groups, not groups to features: the groups come first
+    operands, ndim = [replace(taken, features=features, fixed=fixed), x], len(x.shape)
     for t, at in params:
         if t is not None:
             lab = call.of(t)
             operands.append(placed(lab, {i: at + i for i in range(len(lab.shape))}, ndim))
-    return join(ledger, operands, x.shape)
+    return join(call.ledger, operands, x.shape)
 
 
 def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
@@ -67,7 +72,7 @@ def _batch_norm(call: Call) -> tuple[Labels, ...]:
     variance = call.arg("running_var")
     if variance is not None:
         call.ledger.variances.update(_names(call.ledger, call.of(variance)))
-    y = _normalise(call, x, set(), params)
+    y = _normalise(call, x, x, params)
     return (y, *_rest(call))
 
 
@@ -87,22 +92,32 @@ def _layer_norm(call: Call) -> Any:
     x = call.labels("input")
     first = len(x.shape) - len(call.arg("normalized_shape"))
     params = [(call.arg(n), first) for n in ("weight", "bias")]
-    y = _normalise(call, x, set(range(first, len(x.shape))), params)
+    taken = together(call.ledger, x, set(range(first, len(x.shape))))
+    y = _normalise(call, x, taken, params)
     return (y, *_rest(call)) if isinstance(call.result, tuple) else y
 
 
 @rule("native_group_norm")
 def _group_norm(call: Call) -> tuple[Labels, ...]:
     x, groups = call.labels("input"), int(call.arg("group"))
-    channels = x.shape[1]
-    if 1 < groups < channels:
-        for slot in x.features:
-            if 1 in support(slot):
-                parts = slot.unflatten(1, (groups, -1))
-                call.ledger.block(parts, set(range(2, parts.ndim)))
-    dims = set(range(2, len(x.shape))) | ({1} if groups == 1 else set())
-    y = _normalise(call, x, dims, [(call.arg(n), 1) for n in ("weight", "bias")])
-    return (y, *_rest(call))
+    size = x.shape[1] // groups
+
+    def split(s: Tensor) -> Tensor:
+        return narrow(s.unflatten(1, (groups, size)) if s.shape[1] > 1 else s.unsqueeze(1))
+
+    def whole(s: Tensor) -> Tensor:
+        s = s.squeeze(2)
+        return s.repeat_interleave(size, 1) if s.shape[1] > 1 else s
+
+    parts = _each(split, x, (x.shape[0], groups, size, *x.shape[2:]))
+    taken = together(call.ledger, parts, set(range(2, len(parts.shape))))
+    params = [(call.arg(n), 1) for n in ("weight", "bias")]
+    return (_normalise(call, x, _each(whole, taken, x.shape), params), *_rest(call))
+
+
+def _each(change: Callable[[Tensor], Tensor], lab: Labels, shape: tuple[int, ...]) -> Labels:
+    features, fixed = (tuple(map(change, slots)) for slots in (lab.features, lab.fixed))
+    return replace(lab, shape=shape, features=features, fixed=fixed)
 
 
 @rule("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "logcumsumexp")
@@ -112,8 +127,7 @@ def _softmax(call: Call) -> Labels:
     if "cum" in str(call.op):
         call.ledger.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
         x = replace(x, fixed=(*x.fixed, *positions(x.shape, [dim])))
-    together(call.ledger, x, {dim})
-    return x
+    return _normalise(call, x, together(call.ledger, x, {dim}), ())
 
 
 @rule(
