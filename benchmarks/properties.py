@@ -162,6 +162,9 @@ def main() -> None:
             print(tally.counts["examples"], len(tally.failures), flush=True)
             for failure in part.failures:
                 print(failure.where, failure.example, flush=True)
+            if not tally.counts["examples"] % 1000:  # a run of hours may be cut short
+                seconds = time.perf_counter() - start
+                evaluate.publish(report(tally, tally.failures, options, seconds), options.out)
     seconds = time.perf_counter() - start
     # what is known is written down before failures are made small, which may take long
     evaluate.publish(report(tally, tally.failures, options, seconds), options.out)
