@@ -7,6 +7,7 @@ from zipfx.analyze import analyze
 from zipfx.errors import ZipError
 from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.matrices import Linear, Matching
+from zipfx.refit import Refit, Refitted
 from zipfx.report import Report
 from zipfx.rewrite import head
 from zipfx.rules import register_rule
@@ -26,6 +27,8 @@ __all__ = [
     "Permute",
     "Pinned",
     "Place",
+    "Refit",
+    "Refitted",
     "Report",
     "Role",
     "Space",

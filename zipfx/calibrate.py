@@ -37,8 +37,12 @@ class Calibration:
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
+        return (arguments for _, arguments in self.by_source())
+
+    def by_source(self) -> Iterator[tuple[int, Arguments]]:
+        """The same batches, each with the number of the loader that it comes from."""
         left = self.max_samples
-        for batch in _in_turns(self.loaders):
+        for source, batch in _in_turns(self.loaders):
             args, kwargs = self._arguments(batch)
             size = batch_size((args, kwargs))
             if left is not None:
@@ -47,7 +51,7 @@ class Calibration:
                 if size is not None and size > left:
                     args, kwargs = first_samples((args, kwargs), left)
                 left -= size or 1
-            yield map_tensors(self._move, (args, kwargs))
+            yield source, map_tensors(self._move, (args, kwargs))
 
     def _move(self, t: Tensor) -> Tensor:
         return t if self.device is None else t.to(self.device)
@@ -73,10 +77,10 @@ class Calibration:
         )
 
 
-def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:
+def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[tuple[int, Any]]:
     missing = object()
     for turn in itertools.zip_longest(*loaders, fillvalue=missing):
-        yield from (batch for batch in turn if batch is not missing)
+        yield from ((i, batch) for i, batch in enumerate(turn) if batch is not missing)
 
 
 def batch_size(arguments: Any) -> int | None:

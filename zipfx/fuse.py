@@ -136,6 +136,18 @@ def read_maps(
     return _maps(size, dim, [(index, merge, True) for index, merge in reads], k, by, parts)
 
 
+def made_matrix(size: int, made: Sequence[tuple[Tensor, Merge]], k: int) -> Tensor:
+    """What becomes of the features of model k along an axis that carries them, K M_k: (size, size)
+    float64, entries of pinned features on the diagonal.
+
+    made: (index table, merge) of each space on the axis.
+    """
+    found = torch.eye(size, dtype=torch.float64)
+    for move in _maps(size, 0, [(index, merge, False) for index, merge in made], k):
+        found = move.apply(found)
+    return found
+
+
 def _maps(
     size: int,
     dim: int,

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.moments import Moments
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
@@ -27,16 +28,9 @@ Choose = Callable[[Space], Sequence[Place]]
 
 
 class Observer(nn.Module):
-    """Accumulates count, mean and second moment of the features of K models at one place.
-
-    Samples are shifted by the mean of the first batch, so that neither a large mean nor many
-    samples cost precision; sums are kept in float64 on the device of the activations.
-    """
+    """Accumulates the moments of the features of K models at one place."""
 
     index: Tensor
-    shift: Tensor
-    total: Tensor
-    second: Tensor
 
     def __init__(self, place: Place, models: int) -> None:
         super().__init__()
@@ -45,7 +39,7 @@ class Observer(nn.Module):
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
         self.read = place.read
         self.models, (self.size, self.occurrences) = models, index.shape
-        self.count = 0
+        self.moments = Moments()
         self.resolution = torch.finfo(torch.float32).eps
         plain = bool((index.flatten() == torch.arange(index.numel())).all())
         self.register_buffer("index", index.flatten(), persistent=False)
@@ -69,31 +63,18 @@ class Observer(nn.Module):
         if several[0][0].is_floating_point():
             self.resolution = torch.finfo(several[0][0].dtype).eps
         x = torch.cat([torch.cat([self._samples(t) for t in f]) for f in several], 1)
-        if not len(x):
-            return
-        if not self.count:
-            n = x.shape[1]
-            self.shift = x.double().mean(0).to(x.dtype)
-            self.total = torch.zeros(n, dtype=torch.float64, device=x.device)
-            self.second = torch.zeros(n, n, dtype=torch.float64, device=x.device)
-        x = x - self.shift
-        self.total += x.sum(0, dtype=torch.float64)
-        self.second += x.T @ x
-        self.count += len(x)
+        self.moments.add(x)
 
     def statistics(self) -> Statistics:
         """Count, mean (N,) and covariance (N, N) of all samples so far."""
-        mean = self.total / self.count
-        covariance = torch.addr(self.second, mean, mean, beta=1 / self.count, alpha=-1)
-        covariance.diagonal().clamp_(min=0)
-        sizes = (self.size,) * self.models
+        seen, sizes = self.moments, (self.size,) * self.models
         return Statistics(
-            self.count, mean + self.shift, covariance, sizes, self.resolution, trusted=True
+            seen.count, seen.mean, seen.covariance(), sizes, self.resolution, trusted=True
         )
 
     def first_broken(self) -> int | None:
         """The first model whose activations were NaN or Inf; None if all were finite."""
-        finite = self.second.diagonal().isfinite() & self.total.isfinite() & self.shift.isfinite()
+        finite = self.moments.finite()
         return None if bool(finite.all()) else int((~finite).nonzero()[0]) // self.size
 
 
@@ -241,7 +222,7 @@ def observe(
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
     for name, group in of_space.items():
         for observer in group:
-            if not observer.count:
+            if not observer.moments.count:
                 raise ZipError("the calibration data holds no sample: all its batches are empty")
             if (bad := observer.first_broken()) is not None:
                 raise ZipError(

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
 from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.trace import alias, clone_tensors
@@ -48,7 +49,8 @@ class Report:
     layers: (zipped, all) of the layers that hold weights; parameters and flops: of the merged
     model (flops for one sample); model_parameters and model_flops: of each original; seconds and
     bytes: per stage (bytes: peak memory at its end, of the device, or resident on a CPU);
-    unmerges: explicit index_select nodes at the cut; batches: read by observe and by repair.
+    unmerges: explicit index_select nodes at the cut; batches: read by observe and by repair;
+    refits: what became of each layer that was refitted.
     """
 
     models: int
@@ -67,6 +69,7 @@ class Report:
     unmerges: tuple[str, ...]
     batches: dict[str, int]
     notes: tuple[str, ...] = field(default=())
+    refits: tuple[Refitted, ...] = field(default=())
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("space", "size", "within", "across", "correlation")]
@@ -94,11 +97,29 @@ class Report:
             "",
             *table(rows),
         ]
+        if self.refits:
+            lines += ["", *self._refits()]
         if self.unmerges:
             lines += ["", f"explicit unmerge at the cut: {', '.join(self.unmerges)}"]
         if self.pinned:
             lines += ["", *pinned_lines(self.pinned)]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def _refits(self) -> list[str]:
+        """A table of the errors that refitting found and left."""
+        rows: list[tuple[str, ...]] = [("layer", "outputs", "refitted", "error", "then", "ridge")]
+        rows += [
+            (
+                r.name,
+                str(r.outputs),
+                str(r.changed),
+                f"{r.before:.3g}",
+                f"{r.after:.3g}",
+                f"{r.ridge:g}" if r.changed else "-",
+            )
+            for r in self.refits
+        ]
+        return table(rows)
 
 
 class Stages:

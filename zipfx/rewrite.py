@@ -21,6 +21,7 @@ from zipfx.trace import clone_tensors
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
+SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
 
 
 _TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -171,6 +172,7 @@ def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.No
     for node in nodes:
         seen[node] = graph.node_copy(node, seen.__getitem__)
         seen[node].meta.pop(HEAD_KEY, None)
+        seen[node].meta[SOURCE_KEY] = node.name
     return seen
 
 
@@ -238,7 +240,7 @@ def copy_head(
             name=f"head{k}_{node.name.lstrip('_')}",
             type_expr=node.type,
         )
-        made[i].meta = {**node.meta, HEAD_KEY: k}
+        made[i].meta = {**node.meta, HEAD_KEY: k, SOURCE_KEY: node.name}
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,13 +31,16 @@ from zipfx.correspond import (
 from zipfx.errors import ZipError, first_line
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
+from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
+from zipfx.targets import plan_targets
 from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
 from zipfx.weigh import match_weights
 
-REPAIRS = ("none", "bn")
+REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
+REPAIRS = ("none", "bn", *REFITS)
 
 
 def zip(
@@ -45,7 +49,7 @@ def zip(
     *,
     partial: str | None = None,
     matcher: str | match.Matcher = "zip",
-    repair: str | None = None,
+    repair: str | Refit | None = None,
     example_inputs: Any = None,
     max_samples: int | None = None,
     device: torch.device | str | None = None,
@@ -72,8 +76,11 @@ def zip(
         matcher: "zip", "permute", "optimal", "kmeans", "weights" (no data needed), "identity"
             (weight averaging), "svd" (for study), an instance such as `Zip(alpha=0.1)`, or a
             function of your own (see `Matcher`).
-        repair: "bn" re-estimates BatchNorm statistics on the calibration data; "none" does not.
-            Default: "bn" where there is data.
+        repair: what is re-estimated on the calibration data once the weights are fused: "refit",
+            every layer by least squares (default where there is data; also a `Refit` with settings
+            of your own); "affine", a scale and a shift of every output of a layer; "bn", the
+            statistics of BatchNorms; or "none". With a loader for each model, "refit" and "affine"
+            ask of each task's data for the features of that task's model only, which is better.
         example_inputs: input (or tuple of arguments) to analyse with; default: two samples of the
             first batch, or, without data, random ones of a size that the first weight suggests.
         max_samples: calibrate on at most this many samples.
@@ -112,7 +119,9 @@ def zip(
     merging = match.resolve(matcher)
     blind = calib_loader is None
     if repair is None:
-        repair = "none" if blind else "bn"
+        repair = "none" if blind else "refit"
+    refitting = repair if isinstance(repair, Refit) else REFITS.get(repair)
+    repair = "refit" if isinstance(repair, Refit) else repair
     if repair not in REPAIRS:
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
     if places not in PLACES:
@@ -189,10 +198,17 @@ def zip(
             merged, plans, notes = job.full() if partial is None else job.partial()
             copy_modes(merged, models)
             merged.to(away)
-        counts = {"observe": batches}
+        counts: dict[str, int] = {"observe": batches}
+        refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
+            elif isinstance(refitting, Refit) and data is not None:
+                steps, left = plan_targets(merged, job, plans, len(data.loaders))
+                refits, counts["repair"] = refit(
+                    merged, modules, steps, data, refitting, progress=progress
+                )
+                notes += [f"not refitted: {', '.join(left)}"] * bool(left)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
@@ -217,6 +233,7 @@ def zip(
             if u
         ),
         batches=counts,
+        refits=tuple(refits),
         notes=(
             *analysis.spaces.notes,
             *(

@@ -1,0 +1,394 @@
+"""Refit: exact where the merge is, the least squares optimum where it is linear, never worse."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import error, heads_error, merge, permuted, run, running_modules, unharmed
+from models import NETS, Net
+from test_laws import Mlp, ResidualCnn, ResidualMlp, redundant
+from torch import Tensor, nn
+
+import zipfx
+from zipfx.moments import Moments
+from zipfx.refit import Refit
+from zipfx.ridge import Missed, Normal, fit
+
+UNCHANGED = 1e-9
+all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
+
+
+class Images(nn.Module):
+    """A residual stream with BatchNorm, a grouped and a depthwise convolution, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.b, self.bn1 = nn.Conv2d(8, 12, 3, 2, padding=1), nn.BatchNorm2d(12)
+        self.c, self.bn2 = nn.Conv2d(12, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.short = nn.Conv2d(8, 8, 1, 2)
+        self.d = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.drop, self.h = nn.Dropout(0.5), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn(self.a(x)))
+        z = self.bn2(self.c(F.relu6(self.bn1(self.b(y)))))
+        y = F.relu(self.short(y) + z)
+        y = y + self.drop(self.d(y))
+        return self.h(torch.relu(self.up(y)).mean((2, 3)))
+
+
+def strangers(count: int = 2, cls: Any = Images) -> list[nn.Module]:
+    made = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        model = cls().double()
+        for m in model.modules():
+            if isinstance(m, nn.BatchNorm2d):
+                m.running_mean.normal_()
+                m.running_var.uniform_(0.5, 2)
+        made.append(model.eval())
+    return made
+
+
+def images(count: int, seed: int = 0, batch: int = 20) -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    every = torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return [(part,) for part in every.split(batch)]
+
+
+class Batches:
+    """A loader."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+# ------------------------------------------------------------------ laws
+@all_nets
+def test_law_3_nothing_changes_where_the_merge_is_exact(net: Net) -> None:
+    model, x = net.build(), net.inputs(8)
+    merged = merge([model, permuted(model, x)], net.batches(), matcher="permute", repair="refit")
+    assert error(run(model, x), run(merged, x)) < UNCHANGED
+    assert not any(r.changed for r in merged.meta["zipfx"].refits)
+
+
+@pytest.mark.parametrize("cut", running_modules(Images()))
+@pytest.mark.parametrize("own", [False, True])
+def test_law_3_at_every_cut(cut: str, own: bool) -> None:
+    model, x = strangers(1)[0], images(6, 1)[0]
+    data: Any = [Batches(images(60, s)) for s in (0, 2)] if own else images(60)
+    models = [model, permuted(model, x)]
+    merged = merge(models, data, partial=cut, matcher="permute", repair="refit")
+    assert heads_error(merged, [run(model, x)] * 2, x) < UNCHANGED
+
+
+@pytest.mark.parametrize("models", [2, 3])
+@pytest.mark.parametrize("cls", [Mlp, ResidualMlp, ResidualCnn], ids=lambda c: c.__name__)
+def test_law_4_nothing_changes_where_nothing_is_lost(cls: Any, models: int) -> None:
+    members = redundant(cls, models)
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(200, *cls.shape, generator=generator).double(),) for _ in range(3)]
+    x = (torch.randn(16, *cls.shape, generator=generator).double(),)
+    merged = merge(members, data, partial="last", matcher="zip", repair="refit")
+    assert heads_error(merged, [run(m, x) for m in members], x) < UNCHANGED
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_law_5_permuting_a_model_beforehand_changes_nothing(own: bool) -> None:
+    a, b = strangers()
+    x = images(6, 1)[0]
+    data: Any = [Batches(images(100, s)) for s in (0, 2)] if own else images(100)
+    options = {"partial": "d", "matcher": "zip", "repair": "refit"}
+    before = merge([a, b], data, **options)
+    after = merge([permuted(a, x, 3), permuted(b, x, 4)], data, **options)
+    assert error(run(before, x), run(after, x)) < UNCHANGED
+
+
+def test_law_5_the_cut_into_batches_does_not_matter() -> None:
+    a, b = strangers()
+    x = images(6, 1)[0]
+    one, many = (merge([a, b], images(100, 0, n), repair="refit") for n in (100, 7))
+    assert error(run(one, x), run(many, x)) < UNCHANGED
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_law_6_models_are_unharmed_also_by_an_error(bad: float) -> None:
+    models, data = strangers(), images(40)
+    assert isinstance(unharmed(models, lambda: merge(models, data, repair="refit")), nn.Module)
+    data[1][0][3, 0, 0, 0] = bad
+    options = {"repair": "refit", "matcher": "weights"}
+    raised = unharmed(models, lambda: merge(models, data, **options))
+    assert isinstance(raised, zipfx.ZipError)
+    assert "layer 'a' reads or should give NaN or Inf" in str(raised)
+
+
+# ------------------------------------------------------------------ the optimum
+class Chain(nn.Module):
+    """Nothing but linear layers."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def regression(x: Tensor, y: Tensor) -> Tensor:
+    """The best y that is linear in x, by a library's least squares."""
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    found: Tensor = x @ torch.linalg.lstsq(x, y, driver="gelsd").solution
+    return found
+
+
+@pytest.mark.parametrize("hidden", [4, 6])
+@torch.no_grad()
+def test_a_linear_network_is_refitted_to_the_closed_form_optimum(hidden: int) -> None:
+    models = [Chain(hidden).double() for _ in range(2)]
+    x = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    merged = merge(models, [(x,)], matcher="zip", repair=Refit(ridges=(0.0,)))
+    outputs = sum(m(x) for m in models) / 2
+    best = regression(merged.a(x), outputs)
+    assert error(best, merged(x)) < UNCHANGED
+    assert error(best, merge(models, [(x,)], matcher="zip")(x)) > 1e-2
+    # six hidden features hold all five inputs, four do not
+    assert (error(outputs, merged(x)) < UNCHANGED) == (hidden == 6)
+
+
+@torch.no_grad()
+def test_with_data_of_its_own_each_head_is_fitted_on_its_task() -> None:
+    models = [Chain(4).double() for _ in range(2)]
+    generator = torch.Generator().manual_seed(3)
+    xs = [torch.randn(200, 5, generator=generator).double() + k for k in range(2)]
+    data = [Batches([(x,)]) for x in xs]
+    merged = merge(models, data, partial="a", repair=Refit(ridges=(0.0,)))
+    for k, x in enumerate(xs):
+        best = regression(merged.a(x), models[k](x))
+        assert error(best, merged(x)[k]) < UNCHANGED
+
+
+def moments(x: Tensor, y: Tensor, few: int) -> Moments:
+    found = Moments(few)
+    for a, b in zip(x.split(7, 1), y.split(7, 1), strict=True):
+        found.add(torch.cat([a, b], -1))
+    return found
+
+
+@pytest.mark.parametrize("few", [0, 1000])
+@pytest.mark.parametrize("samples", [5, 60])
+@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 10.0])
+def test_ridge_regression_is_that_of_the_books(few: int, samples: int, ridge: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, samples, 6).double() + 3
+    y = torch.randn(2, samples, 3).double() - 2
+    anchor = torch.randn(2, 3, 6).double()
+    index = torch.tensor([2, 0])
+    normal = Normal.of(moments(x, y, few), 6, index)
+    weight, bias = normal.solve(anchor[:, index], ridge)
+    for g in range(2):
+        a, b = x[g] - x[g].mean(0), (y[g] - y[g].mean(0))[:, index]
+        drawn = anchor[g, index]
+        drawn = drawn * ((a @ drawn.T * b).sum(0) / (a @ drawn.T).square().sum(0))[:, None]
+        least = ridge * a.var(0, correction=0).mean() * samples
+        stacked = torch.cat([a, least.sqrt() * torch.eye(6).double()])
+        target = torch.cat([b, least.sqrt() * drawn.T])
+        expected = torch.linalg.lstsq(stacked, target).solution.T
+        assert torch.allclose(weight[g], expected, rtol=1e-7, atol=1e-9)
+        level = y[g].mean(0)[index] - expected @ x[g].mean(0)
+        assert torch.allclose(bias[g], level, rtol=1e-7, atol=1e-8)
+        output = x[g] @ weight[g].T + bias[g]
+        loss = (output - y[g][:, index]).square().mean(0)
+        assert torch.allclose(normal.loss((weight, bias))[g], loss, rtol=1e-8)
+
+
+@pytest.mark.parametrize("few", [0, 1000])
+def test_without_a_bias_nothing_is_centred(few: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(1, 50, 4).double() + 2, torch.randn(1, 50, 2).double() + 1
+    normal = Normal.of(moments(x, y, few), 4, torch.arange(2), centred=False)
+    weight, bias = normal.solve(torch.zeros(1, 2, 4).double(), 0.0)
+    assert not bias.any()
+    expected = torch.linalg.lstsq(x[0], y[0]).solution.T
+    assert torch.allclose(weight[0], expected, atol=1e-9)
+
+
+def test_moments_of_parts_are_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 40, 5).double() * 3 + 100
+    for few in (0, 10, 25, 1000):
+        parts = [Moments(few) for _ in range(3)]
+        for part, piece in zip(parts, x.split([7, 20, 13], 1), strict=True):
+            part.add(piece[:, :4])
+            part.add(piece[:, 4:])
+        both = parts[0].merged(parts[1]).merged(parts[2])
+        assert both.count == 40
+        assert torch.allclose(both.mean, x.mean(1))
+        expected = torch.stack([torch.cov(one.T, correction=0) for one in x])
+        assert torch.allclose(both.covariance(), expected)
+        assert (both.samples is not None) == (few >= 40)
+
+
+def test_an_activation_s_flat_side_asks_for_nothing() -> None:
+    """Alternating: outputs that are on the flat side with their targets are left where they are."""
+    torch.manual_seed(0)
+    x, y = torch.randn(1, 400, 6).double(), torch.randn(1, 400, 3).double()
+    y[..., 0] = (x[..., 0] * 3).clamp(min=-0.1)  # beyond the bend anything is right
+    asked = [torch.ones(1, 3, dtype=torch.bool)]
+    start = torch.zeros(1, 3, 6).double(), torch.zeros(1, 3).double()
+    solution = fit([moments(x, y, 0)], [Moments()], 6, asked, start, (0.0,))
+
+    def loss(weights: tuple[Tensor, Tensor]) -> Tensor:
+        output = x @ weights[0].mT + weights[1].unsqueeze(1)
+        return (output.relu() - y.relu()).square().mean(1)[0]
+
+    losses = [loss(solution.weights)]
+    for _ in range(30):
+        missed = Missed(solution.parts[0].normal.x, 3)
+        output = x @ solution.weights[0].mT + solution.weights[1].unsqueeze(1)
+        eased = torch.where(y <= 0, output.clamp(max=0), y)
+        missed.add(x, eased - output)
+        solution = solution.corrected(start[0], [missed])
+        losses.append(loss(solution.weights))
+    assert float(losses[-1][0]) < 0.05 * float(losses[0][0])
+    assert all(float((b - a).max()) < 0.05 for a, b in itertools.pairwise(losses))
+
+
+# ------------------------------------------------------------------ in practice
+MATCHERS = ["identity", "permute", "zip", "optimal", "kmeans", "weights", "svd"]
+
+
+def task(batches: Sequence[tuple[Tensor]], k: int) -> list[tuple[Tensor]]:
+    """Images of which one can tell what is to be done with them."""
+    return [(x + k,) for (x,) in batches]
+
+
+def gap(models: Sequence[nn.Module], merged: nn.Module, data: Sequence[Any]) -> float:
+    """Mean square by which heads, on their own data, miss what their models compute."""
+    total = 0.0
+    for k, (model, batches) in enumerate(zip(models, data, strict=True)):
+        for (x,) in batches:
+            output = run(merged, (x,))
+            head = output[k] if isinstance(output, tuple) else output
+            total += float((run(model, (x,)) - head).square().mean())
+    return total
+
+
+@pytest.mark.parametrize("models", [2, 3])
+@pytest.mark.parametrize("cut", [None, "c"])
+@pytest.mark.parametrize("matcher", MATCHERS)
+def test_every_matcher_gets_better(matcher: str, cut: str | None, models: int) -> None:
+    members = strangers(models)
+    data: Any = [Batches(task(images(200, s), s)) for s in range(models)]
+    fresh = [task(images(60, 10 + s), s) for s in range(models)]
+    found = {}
+    for repair in ("bn", "affine", "refit"):
+        merged = merge(members, data, matcher=matcher, partial=cut, repair=repair)
+        found[repair] = gap(members, merged, fresh)
+        if repair != "bn":
+            refits = merged.meta["zipfx"].refits
+            assert refits
+            assert all(r.after <= r.before for r in refits)
+            assert all((r.ridge == math.inf) for r in refits if r.changed) or repair == "refit"
+    assert found["refit"] < 0.8 * found["bn"]
+
+
+def test_the_sum_on_a_stream_makes_up_for_what_the_stream_has_lost() -> None:
+    """The layer before an addition knows the other part: with as many features as there are inputs
+    it can give the very sum that is wanted."""
+
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.h = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.h(torch.relu(torch.tanh(self.a(x)) + self.b(x)))
+
+    models = strangers(2, Stream)
+    x = torch.randn(400, 4, dtype=torch.float64)
+    merged = merge(models, [(x,)], matcher="permute", repair=Refit(rounds=0))
+    name, *_ = [r for r in merged.meta["zipfx"].refits if r.name == "b"]
+    assert name.changed == 8  # alone it is linear in x, and nothing would change
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_few_images_do_no_harm(count: int) -> None:
+    models, fresh = strangers(), [images(60, 5)] * 2
+    merged = {r: merge(models, images(count), repair=r) for r in ("none", "refit")}
+    assert gap(models[:1], merged["refit"], fresh[:1]) < 3 * gap(
+        models[:1], merged["none"], fresh[:1]
+    )
+    assert all(t.isfinite().all() for t in merged["refit"].state_dict().values())
+
+
+def test_dead_features_and_inputs_that_depend_on_each_other() -> None:
+    models = strangers()
+    with torch.no_grad():
+        for m in models:
+            m.bn.weight[:3] = 0
+            m.bn.bias[:3] = -1  # dead behind the ReLU
+            m.a.weight[4] = m.a.weight[5]
+    for ridges in ((0.0,), (1e-4, 1e-1)):
+        merged = merge(models, images(100), repair=Refit(ridges=ridges))
+        assert all(t.isfinite().all() for t in merged.state_dict().values())
+        assert all(r.after <= r.before for r in merged.meta["zipfx"].refits)
+
+
+def test_positions_can_be_left_out() -> None:
+    models, fresh = strangers(), [images(60, 5)] * 2
+    all_of_them = merge(models, images(200), repair=Refit(oversampling=1e9))
+    some = merge(models, images(200), repair=Refit(oversampling=2))
+    bn = gap(models, merge(models, images(200), repair="bn"), fresh)
+    assert error(run(all_of_them, fresh[0][0]), run(some, fresh[0][0])) > 1e-3
+    assert gap(models, some, fresh) < bn
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.attention = nn.Linear(5, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.tied, self.h = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        y = y + self.attention(y, y, y)[0]
+        return self.h(self.tied(torch.relu(self.tied(y))).mean(1))
+
+
+def test_what_is_not_refitted_is_named() -> None:
+    models = [Attention().double() for _ in range(2)]
+    data = [(torch.randn(16, 6, 5).double(),) for _ in range(4)]
+    report = merge(models, data, repair="refit").meta["zipfx"]
+    assert "not refitted: attention, tied" in report.notes
+    assert [r.name for r in report.refits] == ["a", "h"]
+    assert "layer  outputs  refitted" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ridges": ()}, r"ridges are \(\): give at least one, none below 0"),
+        ({"ridges": (-1.0,)}, r"ridges are \(-1.0,\)"),
+        ({"rounds": -1}, r"rounds is -1: it must be at least 0"),
+        ({"oversampling": 0}, r"oversampling is 0: it must be above 0"),
+    ],
+)
+def test_settings_out_of_range(options: Any, message: str) -> None:
+    with pytest.raises(zipfx.ZipError, match=message):
+        Refit(**options)
+
+
+def test_refit_needs_data() -> None:
+    with pytest.raises(zipfx.ZipError, match=r"calib_loader=None works only with"):
+        zipfx.zip(strangers(), None, matcher="weights", repair="refit")

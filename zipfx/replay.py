@@ -1,0 +1,81 @@
+"""Replay: run graphs over all batches at once, and stop wherever something is to be looked at."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+
+class Line:
+    """A graph that batches run along, and which values die after which node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.engine = fx.Interpreter(module, garbage_collect_values=False)
+        self.engine.extra_traceback = False
+        self.nodes = list(module.graph.nodes)
+        self.at = {node: i for i, node in enumerate(self.nodes)}
+        self.named = {node.name: node for node in self.nodes}
+        self.last: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node.users:
+                self.last.setdefault(max(node.users, key=self.at.__getitem__), []).append(node)
+
+
+class Run:
+    """One batch on its way: `values` are those of the nodes that somebody still waits for.
+
+    >>> module = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid()))
+    >>> line = Line(module)
+    >>> run = Run(line, [Tensor([-1.0, 1.0])])
+    >>> run.advance(line.nodes[1])
+    >>> [(node.name, value.tolist()) for node, value in run.values.items()]
+    [('_0', [0.0, 1.0])]
+    """
+
+    def __init__(self, line: Line, inputs: Any) -> None:
+        self.line, self.next = line, 0
+        self.values: dict[fx.Node, Any] = {}
+        self.inputs = iter(inputs)
+
+    def advance(self, stop: fx.Node, *, inclusive: bool = True) -> None:
+        """Compute everything up to a node that has not run yet."""
+        line, engine = self.line, self.line.engine
+        engine.env, engine.args_iter = self.values, self.inputs
+        end = line.at[stop] + inclusive
+        while self.next < end:
+            node = line.nodes[self.next]
+            self.values[node] = engine.run_node(node)
+            for dead in line.last.get(node, ()):
+                del self.values[dead]
+            self.next += 1
+
+    def value(self, name: str) -> Tensor:
+        """What a node has computed."""
+        found: Tensor = self.values[self.line.named[name]]
+        return found
+
+
+def positional(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """One value for every argument of forward, as a graph takes them."""
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return (*bound.args, *bound.kwargs.values())
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """In eval mode inside; modes are restored."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode

@@ -1,0 +1,292 @@
+"""Ridge: least squares from moments, drawn to weights that are there already.
+
+Letters: G groups, n inputs and o outputs of each, as in `layers`; J sources of data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from zipfx.moments import Moments, pooled
+
+Weights = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
+
+_RIGHT = 1e-12  # of a target's variance: what is missed by less is left as it is
+
+
+@dataclass(frozen=True, eq=False)
+class Normal:
+    """Moments of inputs x and targets y as least squares needs them; all float64.
+
+    rows: (G, r, n) with rows^T rows the covariance of x, or None: power is the covariance itself,
+    (G, n, n); xy: (G, o, n) covariances; yy: (G, o) variances; x: (G, n), y: (G, o) means; centred:
+    whether these were taken off, else they count as 0; factors: of what was solved, by ridge.
+    """
+
+    rows: Tensor | None
+    power: Tensor | None
+    xy: Tensor
+    yy: Tensor
+    x: Tensor
+    y: Tensor
+    centred: bool
+    factors: dict[float, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, moments: Moments, n: int, outputs: Tensor, centred: bool = True) -> Normal:
+        """Of moments of [x, y] side by side, n of them inputs; outputs: (p,) which of y."""
+        mean, few = moments.mean, moments.samples
+        level = mean if centred else torch.zeros_like(mean)
+        x, y = level[..., :n], level[..., n + outputs]
+        if few is not None:
+            few = few + (moments.shift.double() - level).unsqueeze(-2)
+            few /= math.sqrt(moments.count)
+            rows, of_y = few[..., :n], few[..., n + outputs]
+            return cls(rows, None, of_y.mT @ rows, of_y.square().sum(-2), x, y, centred)
+        covariance = moments.covariance()
+        if not centred:
+            covariance += mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        yy = covariance.diagonal(dim1=-2, dim2=-1)[..., n + outputs]
+        xy = covariance[..., n + outputs, :n]
+        return cls(None, covariance[..., :n, :n], xy, yy, x, y, centred)
+
+    def times(self, w: Tensor) -> Tensor:
+        """W times the covariance of x, (G, o, n)."""
+        if self.rows is not None:
+            return (w @ self.rows.mT) @ self.rows
+        assert self.power is not None
+        return w @ self.power
+
+    def variance(self, w: Tensor) -> Tensor:
+        """(G, o), of W x."""
+        if self.rows is None:
+            return (self.times(w) * w).sum(-1).clamp(min=0)
+        return (w @ self.rows.mT).square().sum(-1)
+
+    def loss(self, weights: Weights) -> Tensor:
+        """(G, o): mean square of W x + b - y."""
+        w, b = weights
+        varying = self.yy - 2 * (w * self.xy).sum(-1) + self.variance(w)
+        return varying.clamp(min=0) + (self.level(w) + b - self.y).square()
+
+    def level(self, w: Tensor) -> Tensor:
+        """(G, o), mean of W x."""
+        return (w @ self.x.unsqueeze(-1)).squeeze(-1)
+
+    def solve(self, anchor: Tensor, ridge: float) -> Weights:
+        """The W and b of least mean square plus ridge * |W - A|^2, the ridge relative to the mean
+        variance of the inputs; b is free. A is the anchor, every output scaled for least mean
+        square: merging makes features smaller than they were. Ridge inf: W = A."""
+        w = self._scaled(anchor)
+        w = w + self._step(w, ridge) if ridge < math.inf else w
+        return w, self.y - self.level(w)
+
+    def _scaled(self, anchor: Tensor) -> Tensor:
+        power = self.variance(anchor)
+        scale = (anchor * self.xy).sum(-1) / power.where(power > 0, 1)
+        return anchor * scale.where(power > 0, 1).unsqueeze(-1)
+
+    def _step(self, w: Tensor, ridge: float) -> Tensor:
+        """(y - W x) x^T (x x^T + r)^-1, by whichever of x x^T and x^T x is smaller."""
+        missed, rows = self.xy - self.times(w), self.rows
+        if rows is None or not ridge:
+            power = self.power if rows is None else rows.mT @ rows
+            assert power is not None
+            size = power.diagonal(dim1=-2, dim2=-1).mean(-1)
+            return self._divided(missed, power, ridge, _least(ridge, size))
+        least = _least(ridge, rows.square().sum((-2, -1)) / rows.shape[-1])
+        inner = self._divided(missed @ rows.mT, rows @ rows.mT, ridge, least)
+        return (missed - inner @ rows) / least
+
+    def _divided(self, t: Tensor, power: Tensor, ridge: float, least: Tensor) -> Tensor:
+        """t (power + least)^-1"""
+        if ridge not in self.factors:
+            whole = power + least * torch.eye(power.shape[-1]).to(power)
+            factor, failed = torch.linalg.cholesky_ex(whole)
+            if bool(failed.any()):  # no ridge to speak of, and inputs that depend on one another
+                inverse: Tensor = torch.linalg.pinv(whole, hermitian=True)
+                return t @ inverse
+            self.factors[ridge] = factor
+        found: Tensor = torch.cholesky_solve(t.mT, self.factors[ridge]).transpose(-1, -2)
+        return found
+
+
+def _least(ridge: float, size: Tensor) -> Tensor:
+    return ridge * size.clamp(min=torch.finfo().tiny)[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Outputs with the same sources: index (p,) int64 of those that any group has; changed: (G, p)
+    bool; what they solve, of all of the data, and the ridge that was chosen."""
+
+    sources: tuple[int, ...]
+    index: Tensor
+    changed: Tensor
+    normal: Normal
+    ridge: float
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What became of a layer.
+
+    weights: of all its outputs; parts: those that changed; before, after: mean square error on
+    held-out data, relative to the targets' variance.
+    """
+
+    weights: Weights
+    parts: tuple[Part, ...]
+    before: float
+    after: float
+
+    @property
+    def changed(self) -> Tensor:
+        """(G, o) bool."""
+        found = torch.zeros_like(self.weights[1], dtype=torch.bool)
+        for part in self.parts:
+            found[:, part.index] |= part.changed
+        return found
+
+    def statistics(self, weight: Tensor) -> Weights:
+        """Mean and variance (G, o) of weight (G, o, n) times x, of the outputs that changed."""
+        mean, variance = torch.zeros_like(self.weights[1]), torch.zeros_like(self.weights[1])
+        for part in self.parts:
+            w, new = weight[:, part.index], part.normal
+            mean[:, part.index] = torch.where(part.changed, new.level(w), mean[:, part.index])
+            spread = torch.where(part.changed, new.variance(w), variance[:, part.index])
+            variance[:, part.index] = spread
+        return mean, variance
+
+    @property
+    def ridge(self) -> float:
+        """The ridge that was chosen; nan where nothing changed."""
+        return self.parts[0].ridge if self.parts else math.nan
+
+    def corrected(self, anchor: Tensor, missed: Sequence[Missed | None]) -> Solution:
+        """The same inputs with other targets; missed: (J,), what the weights now miss of them."""
+        w, b = (t.clone() for t in self.weights)
+        for part in self.parts:
+            chosen = [m for j in part.sources if (m := missed[j]) is not None]
+            level, crossed = Missed.mean(chosen, part.index)
+            normal, own = part.normal, (w[:, part.index], b[:, part.index])
+            if not normal.centred:
+                level = torch.zeros_like(level)
+            crossed = crossed - level.unsqueeze(-1) * (normal.x - chosen[0].shift).unsqueeze(-2)
+            targets = replace(
+                normal,
+                xy=crossed + normal.times(own[0]),
+                y=level + normal.level(own[0]) + own[1],
+            )
+            _put(w, b, part, targets.solve(anchor[:, part.index], part.ridge))
+        return replace(self, weights=(w, b))
+
+
+class Missed:
+    """Accumulates what is missed of targets, e = y - W x - b, and its products with x.
+
+    shift: (G, n), taken off x first.
+    """
+
+    def __init__(self, shift: Tensor, outputs: int) -> None:
+        groups, n = shift.shape
+        self.shift, self.count = shift, 0
+        self.level = shift.new_zeros(groups, outputs)
+        self.crossed = shift.new_zeros(groups, outputs, n)
+
+    def add(self, x: Tensor, e: Tensor) -> None:
+        """x: (G, S, n), e: (G, S, o)."""
+        self.level += e.sum(-2, dtype=torch.float64)
+        self.crossed += e.mT @ (x - self.shift.to(x).unsqueeze(-2))
+        self.count += x.shape[-2]
+
+    @staticmethod
+    def mean(several: Sequence[Missed], index: Tensor) -> tuple[Tensor, Tensor]:
+        """Means of e and of its products, for some of the outputs."""
+        count = sum(m.count for m in several)
+        level = torch.stack([m.level[:, index] for m in several]).sum(0)
+        return level / count, torch.stack([m.crossed[:, index] for m in several]).sum(0) / count
+
+
+def fit(
+    train: Sequence[Moments],
+    held: Sequence[Moments],
+    n: int,
+    asked: Sequence[Tensor],
+    current: Weights,
+    ridges: Sequence[float],
+    *,
+    takes_bias: bool = True,
+) -> Solution:
+    """Refit a layer; outputs for which that is not better on the held-out data stay as they are.
+
+    Args:
+        train, held: (J,) moments of [x, y], of two parts of each source's data.
+        n: how many of the columns are inputs.
+        asked: (J,) of (G, o) bool: whether a source has a target for an output.
+        current: the weights as they are, to which the new ones are drawn.
+        ridges: to choose from, by the largest set of outputs that have the same sources.
+        takes_bias: whether b is free; else it is 0.
+    """
+    patterns = torch.stack(list(asked), -1).to(current[0].device)
+    w, b = (t.clone() for t in current)
+    parts: list[Part] = []
+    before = after = power = 0.0
+    ridge: float | None = None
+    kinds, sizes = patterns.flatten(0, -2).unique(dim=0, return_counts=True)
+    for pattern in kinds[sizes.argsort(descending=True, stable=True)]:
+        sources = pattern.nonzero().flatten().tolist()
+        seen, kept = (pooled(part[j] for j in sources) for part in (train, held))
+        if not seen.count:
+            continue
+        mine = (patterns == pattern).all(-1)
+        index = mine.any(0).nonzero().flatten()
+        mine, own = mine[:, index], (current[0][:, index], current[1][:, index])
+        known = Normal.of(seen, n, index, takes_bias)
+        check = Normal.of(kept, n, index, takes_bias) if kept.count else known
+        if ridge is None:
+            ridge = _chosen(known, check, own[0], mine, ridges)
+        was = float(check.loss(own)[mine].sum())
+        new = float(check.loss(known.solve(own[0], ridge))[mine].sum())
+        whole = Normal.of(seen.merged(kept), n, index, takes_bias)
+        part = Part(
+            tuple(sources), index, mine & (whole.loss(own) > _RIGHT * whole.yy), whole, ridge
+        )
+        if new < was and bool(part.changed.any()):
+            parts.append(part)
+            _put(w, b, part, whole.solve(own[0], ridge))
+        before, after = before + was, after + min(was, new)
+        power += float(check.yy[mine].sum())
+    scale = power or 1.0
+    return Solution((w, b), tuple(parts), before / scale, after / scale)
+
+
+def _chosen(
+    known: Normal, check: Normal, anchor: Tensor, mine: Tensor, ridges: Sequence[float]
+) -> float:
+    """The ridge with the least error on other data, going uphill or downhill from the middle."""
+    ordered = sorted(ridges)
+    errors: dict[int, float] = {}
+
+    def error(i: int) -> float:
+        if i not in errors and 0 <= i < len(ordered):
+            errors[i] = float(check.loss(known.solve(anchor, ordered[i]))[mine].sum())
+        return errors.get(i, math.inf)
+
+    at = len(ordered) // 2
+    for way in (-1, 1):
+        while error(at + way) < error(at):
+            at += way
+    known.factors.clear()
+    return ordered[at]
+
+
+def _put(w: Tensor, b: Tensor, part: Part, new: Weights) -> None:
+    """Write the outputs of a part that change."""
+    w[:, part.index] = torch.where(part.changed.unsqueeze(-1), new[0], w[:, part.index])
+    b[:, part.index] = torch.where(part.changed, new[1], b[:, part.index])

@@ -1,0 +1,213 @@
+"""Targets: which layers of a merged model can be refitted, and what each should compute.
+
+A layer's target is what its outputs mean to those that read them: the merged features of the
+models, after the BatchNorm that follows it. Where the outputs are added to something older (a
+residual stream) the sum should be the models' merged sum, so the target is that less the older part
+as the merged network computes it: errors do not pile up on the stream. Where an activation follows
+that is flat on one side, anything on that side is as good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import add, iadd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from zipfx.assemble import Assembly
+from zipfx.fuse import made_matrix
+from zipfx.heads import HeadPlan
+from zipfx.labels import overlapping
+from zipfx.layers import Layer, layer_of
+from zipfx.matrices import Linear, Merge
+from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
+from zipfx.trace import is_batch_norm
+
+_ADDS = (add, iadd, torch.add, "add", "add_")
+#: what hands its input on as it is, in eval mode
+_PASSING = (nn.Identity, nn.modules.dropout._DropoutNd)
+_PASSING_CALLS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth")
+#: activations that are flat below and above
+_FLAT: dict[object, tuple[float, float]] = {
+    nn.ReLU: (0, math.inf),
+    F.relu: (0, math.inf),
+    F.relu_: (0, math.inf),
+    torch.relu: (0, math.inf),
+    torch.relu_: (0, math.inf),
+    "relu": (0, math.inf),
+    "relu_": (0, math.inf),
+    nn.ReLU6: (0, 6),
+    F.relu6: (0, 6),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One layer to be refitted; letters as in `layers`, J sources of data.
+
+    node: of the merged graph; target: name of the node of the models that has what should be
+    computed; skip: of the merged graph, what the outputs are added to first; flat: below and above
+    which outputs are as good as these bounds; matrices: (J,) by model, (G o, G o), how its features
+    become targets; asked: (J,) of (G, o) bool, whether the source has a target for an output.
+    """
+
+    node: fx.Node
+    layer: Layer
+    target: str
+    skip: fx.Node | None
+    flat: tuple[float, float] | None
+    matrices: tuple[Mapping[int, Tensor], ...]
+    asked: tuple[Tensor, ...]
+
+
+def plan_targets(
+    merged: fx.GraphModule, job: Assembly, heads: Sequence[HeadPlan], sources: int
+) -> tuple[list[Step], list[str]]:
+    """The layers to refit, in the order of the graph, and what else has weights.
+
+    Args:
+        merged: the merged model; job, heads: what it was made from, and its heads.
+        sources: of data: 1, which all models see, or K, each the model's own.
+    """
+    return _Planner(merged, job, heads, sources).plan()
+
+
+class _Planner:
+    def __init__(
+        self, merged: fx.GraphModule, job: Assembly, heads: Sequence[HeadPlan], sources: int
+    ) -> None:
+        self.merged, self.analysis, self.sources = merged, job.analysis, sources
+        self.models = range(len(job.modules))
+        graphs = [list(module.graph.nodes) for module in job.modules]
+        self.number = {n.name: i for i, n in enumerate(graphs[0])}
+        #: nodes of each head that still make merged features
+        self.idle = [{g[i].name for i in p.merged} for g, p in zip(graphs, heads)]
+        self.merges = [job.matched[s.name][0] for s in job.analysis.spaces]
+        self.nodes = list(merged.graph.nodes)
+        self.at = {node: i for i, node in enumerate(self.nodes)}
+        self.uses: dict[int, int] = {}
+        for node in self.nodes:
+            for t in self._parameters(node):
+                self.uses[id(t)] = self.uses.get(id(t), 0) + 1
+        self.weighted = [n for n in self.nodes if next(self._parameters(n), None) is not None]
+
+    def plan(self) -> tuple[list[Step], list[str]]:
+        steps: list[Step] = []
+        left: dict[str, None] = {}
+        folded: set[fx.Node] = set()
+        for node in self.weighted:
+            if node in folded:
+                continue
+            norm = self._norm_after(node)
+            step = self._step(node, norm)
+            if step is None:
+                left[str(node.target)] = None
+            else:
+                steps.append(step)
+                folded |= {norm} if norm is not None else set()
+        return steps, list(left)
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        return self.merged.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def _parameters(self, node: fx.Node) -> Iterator[Tensor]:
+        """The parameters that a node itself brings in."""
+        module = self._module(node)
+        if module is not None:
+            yield from module.parameters()
+        elif node.op == "get_attr":
+            parent, _, name = str(node.target).rpartition(".")
+            t = getattr(self.merged.get_submodule(parent), name)
+            if isinstance(t, nn.Parameter):
+                yield t
+
+    def _step(self, node: fx.Node, norm: fx.Node | None) -> Step | None:
+        module = self._module(node)
+        own = [t for n in (node, norm) if n is not None for t in self._parameters(n)]
+        if module is None or any(self.uses[id(t)] > 1 for t in own) or len(node.args) != 1:
+            return None
+        layer = layer_of(module, None if norm is None else self._module(norm))
+        head = node.meta.get(HEAD_KEY)
+        if layer is None or (head is not None and node.meta[SOURCE_KEY] in self.idle[head]):
+            return None
+        end = norm or node
+        target, skip = self._sum_after(end)
+        between = range(self.at[end] + 1, self.at[target])
+        if any(self.at[n] in between for n in self.weighted):
+            target, skip = end, None
+        name = target.meta[SOURCE_KEY]
+        shape = layer.weight().shape[:2]
+        found = (
+            self._merged_features(name, layer, shape.numel())
+            if head is None
+            else self._own_features(head, shape.numel())
+        )
+        if found is None:
+            return None
+        asked = tuple(a.reshape(shape) for a in found[1])
+        return Step(node, layer, name, skip, self._flat_after(target), tuple(found[0]), asked)
+
+    def _norm_after(self, node: fx.Node) -> fx.Node | None:
+        """The BatchNorm that is all that reads a node."""
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        module = None if user is None else self._module(user)
+        return user if module is not None and is_batch_norm(module) else None
+
+    def _sum_after(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        """Where what a node computes is added to something older: (the sum, the older part)."""
+        end = node
+        while len(end.users) == 1:
+            user = next(iter(end.users))
+            if isinstance(self._module(user), _PASSING) or (
+                user.op == "call_function" and user.target.__name__ in _PASSING_CALLS  # type: ignore[union-attr]
+            ):
+                end = user
+                continue
+            parts = [a for a in user.args if isinstance(a, fx.Node) and a is not end]
+            sums = user.target in _ADDS and not user.kwargs and len(user.args) == 2
+            if sums and len(parts) == 1 and self.at[parts[0]] < self.at[node]:
+                return user, parts[0]
+            break
+        return node, None
+
+    def _flat_after(self, node: fx.Node) -> tuple[float, float] | None:
+        """Where the activation is flat that is all that reads a node."""
+        kinds = {
+            type(module) if (module := self._module(user)) is not None else user.target
+            for user in node.users
+        }
+        bounds = {_FLAT.get(kind) for kind in kinds}
+        return bounds.pop() if len(bounds) == 1 else None
+
+    def _own_features(self, k: int, width: int) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
+        """In a head: those of its model, on its own data."""
+        asked = [torch.tensor(self.sources == 1 or j == k) for j in range(self.sources)]
+        return [{k: torch.eye(width)}] * self.sources, [a.expand(width) for a in asked]
+
+    def _merged_features(
+        self, name: str, layer: Layer, width: int
+    ) -> tuple[list[dict[int, Tensor]], list[Tensor]] | None:
+        """In the trunk: M times the models' features. With data of its own a model's features alone
+        are asked for, renormalised, and only where it has a share of the merged feature.
+
+        None: the features of the target do not lie where the layer puts them.
+        """
+        value = self.analysis.facts.nodes[self.number[name]].values[0]
+        channel = layer.channel % len(value.shape)
+        made: list[tuple[Tensor, Merge]] = []
+        for dims, slots in overlapping(value.features):
+            tables = self.analysis.grouping.tables(*slots)
+            moved = {s for labels in slots for s in self.analysis.grouping.spaces(labels)}
+            if moved and (dims != (channel,) or moved != {s for s, _ in tables}):
+                return None
+            made += [(index, self.merges[s]) for s, index in tables]
+        whole = {k: made_matrix(width, made, k) / len(self.models) for k in self.models}
+        if self.sources == 1 or any(isinstance(merge, Linear) for _, merge in made):
+            return [whole] * self.sources, [torch.ones(width, dtype=torch.bool)] * self.sources
+        shares = [whole[k].sum(1) for k in self.models]
+        alone = [whole[k] / s.where(s > 0, 1)[:, None] for k, s in enumerate(shares)]
+        return [{k: m} for k, m in enumerate(alone)], [s > 0 for s in shares]
