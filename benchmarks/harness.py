@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,17 @@ class Method:
     """One way to merge.
 
     ``images`` per task and ``flips`` (mirror half of them) of the calibration: None takes those of
-    the run. ``repair="none"``: BatchNorm statistics are reset on other images. ``series`` and ``x``
-    say where a sweep plots it.
+    the run. ``own``: every model gets a loader with the images of its task, instead of one loader
+    for all. ``reset``: BatchNorm statistics are reset on other images afterwards. ``series`` and
+    ``x`` say where a sweep plots it.
     """
 
     name: str
     matcher: str | zipfx.Matcher
     partial: str | None = None
-    repair: Literal["none", "bn"] = "none"
+    repair: str | zipfx.Refit = "none"
+    reset: bool = True
+    own: bool = False
     places: str = "source"
     images: int | None = None
     flips: bool | None = None
@@ -104,6 +107,21 @@ class Bench:
             flips=flips,
             batch_size=self.sizes.batch,
         )
+
+    def own_calibration(self, per_task: int, seed: int, flips: bool = True) -> list[data.Batches]:
+        """As many images, one loader for each task."""
+        return [
+            data.calibration(
+                self.train, [task], per_task, self._normalise, seed=seed + 100 * k, flips=flips,
+                batch_size=self.sizes.batch,
+            )
+            for k, task in enumerate(self.set.tasks)
+        ]  # fmt: skip
+
+    @property
+    def shares_tasks(self) -> bool:
+        """Whether all models were trained on the same classes."""
+        return len(set(self.set.tasks)) == 1
 
     def measure(self, result: Result, modules: Sequence[nn.Module], alone: int = 0) -> None:
         """Adds the accuracy of these modules to a row; ``alone``: which model a single head is."""
@@ -178,7 +196,10 @@ def _run(bench: Bench, method: Method, seeds: int) -> Result:
     result: Result | None = None
     for seed in range(seeds):
         flips = sizes.flips if method.flips is None else method.flips
-        matching = bench.calibration(method.images or sizes.images, seed, flips)
+        count = method.images or sizes.images
+        matching: Any = bench.calibration(count, seed, flips)
+        if method.own:
+            matching = bench.own_calibration(count, seed, flips)
         memory.reset_peak()
         before = memory.resident()
         try:
@@ -198,7 +219,7 @@ def _run(bench: Bench, method: Method, seeds: int) -> Result:
         peak = memory.peak_resident() - before
         report: zipfx.Report = merged.meta["zipfx"]
         module: nn.Module = merged
-        if method.repair == "none":
+        if method.reset:
             resetting = bench.calibration(sizes.reset, seed + 1000)
             module = evaluate.reset_batch_norm(merged, resetting)
         result = result or bench.row(method.name, [module], method)

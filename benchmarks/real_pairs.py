@@ -37,11 +37,11 @@ METHODS = (
             ("zip to layer1, alpha 0.3, beta 1", zipfx.Zip(0.3, 1), "layer1"),
         )
     ),
-    Method("zip full, library defaults, repair=bn", "zip", repair="bn"),
+    Method("zip full, repair=bn", "zip", repair="bn", reset=False),
 )
 NOTE = """As in the published code a space is observed once, at its last read; rows with "default
-places" observe it where the library does by default. The last row is what `zipfx.zip` returns by
-default: its statistics are of the images it was matched on."""
+places" observe it where the library does by default. The statistics of the last row are of the
+images it was matched on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

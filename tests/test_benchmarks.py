@@ -17,7 +17,17 @@ from torchvision import datasets
 from torchvision.models import get_model
 
 import zipfx
-from benchmarks import ablations, checkpoints, data, evaluate, harness, matchers, tables, zoo
+from benchmarks import (
+    ablations,
+    checkpoints,
+    data,
+    evaluate,
+    harness,
+    matchers,
+    repairs,
+    tables,
+    zoo,
+)
 from benchmarks.harness import Bench, Method, Sizes
 
 PER_CLASS = {"train": 4, "test": 2}
@@ -244,6 +254,7 @@ def test_the_table_has_every_row_as_markdown_csv_and_plots(
     text = out.read_text(encoding="utf-8")
     assert text.splitlines()[2].startswith("- command: `python -m benchmarks.matchers")
     zips = [f"zip {to}, alpha 0.3, beta 1" for to in ("full", "to layer2", "to layer1")]
+    zips = [f"{zips[0]}, lstsq", *zips]
     originals = ["model a", "model b", "ensemble", "ensemble, statistics reset"]
     simple = ["weight averaging", "weight matching", "permute", "k-means", "optimal"]
     expected = [*originals, *simple, *zips]
@@ -282,6 +293,25 @@ def test_sweeps_write_a_table_csv_and_plot_each(
     assert {row["x"] for row in _rows(tmp_path / "sweeps_a+b_images.csv")} == {"5"}
     assert {row["channels"] for row in _rows(tmp_path / "sweeps_width.csv")} == {"6"}
     assert (tmp_path / "sweeps_width.png").exists()
+
+
+def test_repairs_are_compared_with_data_for_all_and_for_each(
+    cifar: Path, pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repairs, "COUNTS", (5, 41))  # there are only 40
+    for name in ("RIDGES", "SAMPLES", "ROUNDS"):
+        monkeypatch.setattr(repairs, name, getattr(repairs, name)[:2])
+    monkeypatch.setattr(repairs, "MATCHERS", ("permute",))
+    out = tmp_path / "repairs.md"
+    arguments = [*_options(cifar, pair), "--tasks", "0-4", "5-9", "--cuts", "layer1"]
+    repairs.main([*arguments, "--out", str(out)])
+    counts = dict.fromkeys(("images", "samples", "rounds"), 2) | {"ridge": 3, "loaders": 4}
+    for name, count in (counts | {"table": 10, "matchers": 6}).items():
+        rows = _rows(tmp_path / f"repairs_a+b_{name}.csv")
+        assert len(rows) == count, name
+        assert (tmp_path / f"repairs_a+b_{name}.png").exists()
+    methods = [row["method"] for row in _rows(tmp_path / "repairs_a+b_table.csv")]
+    assert methods[-2:] == ["zip to layer1, bn", "zip to layer1, refit"]
 
 
 def test_heads_of_other_classes_are_merged_only_up_to_a_cut(cifar: Path, tmp_path: Path) -> None:
