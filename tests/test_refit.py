@@ -195,7 +195,7 @@ def test_ridge_regression_is_that_of_the_books(few: int, samples: int, ridge: fl
     anchor = torch.randn(2, 3, 6).double()
     index = torch.tensor([2, 0])
     normal = Normal.of(moments(x, y, few), 6, index)
-    weight, bias = normal.solve(anchor[:, index], ridge)
+    weight, bias = normal.solve(*normal.start(anchor[:, index]), ridge)
     for g in range(2):
         a, b = x[g] - x[g].mean(0), (y[g] - y[g].mean(0))[:, index]
         drawn = anchor[g, index]
@@ -217,7 +217,7 @@ def test_without_a_bias_nothing_is_centred(few: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1, 50, 4).double() + 2, torch.randn(1, 50, 2).double() + 1
     normal = Normal.of(moments(x, y, few), 4, torch.arange(2), centred=False)
-    weight, bias = normal.solve(torch.zeros(1, 2, 4).double(), 0.0)
+    weight, bias = normal.solve(*normal.start(torch.zeros(1, 2, 4).double()), 0.0)
     assert not bias.any()
     expected = torch.linalg.lstsq(x[0], y[0]).solution.T
     assert torch.allclose(weight[0], expected, atol=1e-9)

@@ -43,7 +43,7 @@ class Moments:
             self.shift = x.double().mean(-2).to(x.dtype)
             self.total = torch.zeros_like(self.shift, dtype=torch.float64)
         x = x - self.shift.unsqueeze(-2)
-        self.total += x.sum(-2, dtype=torch.float64)
+        self.total += x.sum(-2).double()  # small: only what differs from the first batch
         self.count += x.shape[-2]
         if self._second is None and self.count <= self.few:
             self._rows.append(x)

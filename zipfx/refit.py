@@ -48,7 +48,7 @@ class Refit:
 
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1, math.inf)
     rounds: int = 1
-    oversampling: float = 50
+    oversampling: float = 25
 
     def __post_init__(self) -> None:
         if not self.ridges or not min(self.ridges) >= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,62 +63,65 @@ class Normal:
         assert self.power is not None
         return w @ self.power
 
-    def variance(self, w: Tensor) -> Tensor:
-        """(G, o), of W x."""
-        if self.rows is None:
-            return (self.times(w) * w).sum(-1).clamp(min=0)
-        return (w @ self.rows.mT).square().sum(-1)
-
     def loss(self, weights: Weights) -> Tensor:
         """(G, o): mean square of W x + b - y."""
         w, b = weights
         varying = self.yy - 2 * (w * self.xy).sum(-1) + self.variance(w)
         return varying.clamp(min=0) + (self.level(w) + b - self.y).square()
 
+    def variance(self, w: Tensor) -> Tensor:
+        """(G, o), of W x."""
+        if self.rows is not None:
+            return (w @ self.rows.mT).square().sum(-1)
+        return (self.times(w) * w).sum(-1).clamp(min=0)
+
     def level(self, w: Tensor) -> Tensor:
         """(G, o), mean of W x."""
         return (w @ self.x.unsqueeze(-1)).squeeze(-1)
 
-    def solve(self, anchor: Tensor, ridge: float) -> Weights:
-        """The W and b of least mean square plus ridge * |W - A|^2, the ridge relative to the mean
-        variance of the inputs; b is free. A is the anchor, every output scaled for least mean
-        square: merging makes features smaller than they were. Ridge inf: W = A."""
-        w = self._scaled(anchor)
-        w = w + self._step(w, ridge) if ridge < math.inf else w
+    def start(self, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        """The anchor with every output scaled for least mean square, since merging makes features
+        smaller than they were, and the covariance of x with what that misses; both (G, o, n)."""
+        known = self.times(anchor)
+        power = (known * anchor).sum(-1)
+        scale = (anchor * self.xy).sum(-1) / power.where(power > 0, 1)
+        scale = scale.where(power > 0, 1).unsqueeze(-1)
+        return anchor * scale, self.xy - known * scale
+
+    def solve(self, anchor: Tensor, missed: Tensor, ridge: float) -> Weights:
+        """The W and b of least mean square plus ridge * |W - A|^2, from what `start` gives; the
+        ridge is relative to the mean variance of the inputs; b is free. Ridge inf: W = A."""
+        w = anchor if ridge == math.inf else anchor + self._step(missed, ridge)
         return w, self.y - self.level(w)
 
-    def _scaled(self, anchor: Tensor) -> Tensor:
-        power = self.variance(anchor)
-        scale = (anchor * self.xy).sum(-1) / power.where(power > 0, 1)
-        return anchor * scale.where(power > 0, 1).unsqueeze(-1)
-
-    def _step(self, w: Tensor, ridge: float) -> Tensor:
-        """(y - W x) x^T (x x^T + r)^-1, by whichever of x x^T and x^T x is smaller."""
-        missed, rows = self.xy - self.times(w), self.rows
+    def _step(self, missed: Tensor, ridge: float) -> Tensor:
+        """(y - A x) x^T (x x^T + r)^-1, by whichever of x x^T and x^T x is smaller."""
+        rows = self.rows
         if rows is None or not ridge:
             power = self.power if rows is None else rows.mT @ rows
             assert power is not None
-            size = power.diagonal(dim1=-2, dim2=-1).mean(-1)
-            return self._divided(missed, power, ridge, _least(ridge, size))
-        least = _least(ridge, rows.square().sum((-2, -1)) / rows.shape[-1])
-        inner = self._divided(missed @ rows.mT, rows @ rows.mT, ridge, least)
+            return self._divided(missed, power, ridge)[0]
+        inner, least = self._divided(missed @ rows.mT, self._gram, ridge)
         return (missed - inner @ rows) / least
 
-    def _divided(self, t: Tensor, power: Tensor, ridge: float, least: Tensor) -> Tensor:
-        """t (power + least)^-1"""
+    @cached_property
+    def _gram(self) -> Tensor:
+        assert self.rows is not None
+        return self.rows @ self.rows.mT
+
+    def _divided(self, t: Tensor, power: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+        """t (power + least)^-1, and what was added to the diagonal (G, 1, 1)."""
+        size = power.diagonal(dim1=-2, dim2=-1).sum(-1) / self.x.shape[-1]
+        least = ridge * size.clamp(min=torch.finfo().tiny)[:, None, None]
         if ridge not in self.factors:
-            whole = power + least * torch.eye(power.shape[-1]).to(power)
+            whole = power.clone()
+            whole.diagonal(dim1=-2, dim2=-1).add_(least[..., 0])
             factor, failed = torch.linalg.cholesky_ex(whole)
             if bool(failed.any()):  # no ridge to speak of, and inputs that depend on one another
                 inverse: Tensor = torch.linalg.pinv(whole, hermitian=True)
-                return t @ inverse
+                return t @ inverse, least
             self.factors[ridge] = factor
-        found: Tensor = torch.cholesky_solve(t.mT, self.factors[ridge]).transpose(-1, -2)
-        return found
-
-
-def _least(ridge: float, size: Tensor) -> Tensor:
-    return ridge * size.clamp(min=torch.finfo().tiny)[:, None, None]
+        return torch.cholesky_solve(t.mT, self.factors[ridge]).transpose(-1, -2), least
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +187,8 @@ class Solution:
                 xy=crossed + normal.times(own[0]),
                 y=level + normal.level(own[0]) + own[1],
             )
-            _put(w, b, part, targets.solve(anchor[:, part.index], part.ridge))
+            begin = targets.start(anchor[:, part.index])
+            _put(w, b, part, targets.solve(*begin, part.ridge))
         return replace(self, weights=(w, b))
 
 
@@ -249,17 +254,15 @@ def fit(
         mine, own = mine[:, index], (current[0][:, index], current[1][:, index])
         known = Normal.of(seen, n, index, takes_bias)
         check = Normal.of(kept, n, index, takes_bias) if kept.count else known
-        if ridge is None:
-            ridge = _chosen(known, check, own[0], mine, ridges)
+        ridge, new = _chosen(known, check, own[0], mine, ridges if ridge is None else (ridge,))
         was = float(check.loss(own)[mine].sum())
-        new = float(check.loss(known.solve(own[0], ridge))[mine].sum())
         whole = Normal.of(seen.merged(kept), n, index, takes_bias)
         part = Part(
             tuple(sources), index, mine & (whole.loss(own) > _RIGHT * whole.yy), whole, ridge
         )
         if new < was and bool(part.changed.any()):
             parts.append(part)
-            _put(w, b, part, whole.solve(own[0], ridge))
+            _put(w, b, part, whole.solve(*whole.start(own[0]), ridge))
         before, after = before + was, after + min(was, new)
         power += float(check.yy[mine].sum())
     scale = power or 1.0
@@ -268,22 +271,23 @@ def fit(
 
 def _chosen(
     known: Normal, check: Normal, anchor: Tensor, mine: Tensor, ridges: Sequence[float]
-) -> float:
-    """The ridge with the least error on other data, going uphill or downhill from the middle."""
-    ordered = sorted(ridges)
+) -> tuple[float, float]:
+    """The ridge with the least error on other data, going downhill from the middle one, and that
+    error."""
+    ordered, begin = sorted(ridges), known.start(anchor)
     errors: dict[int, float] = {}
 
     def error(i: int) -> float:
         if i not in errors and 0 <= i < len(ordered):
-            errors[i] = float(check.loss(known.solve(anchor, ordered[i]))[mine].sum())
+            errors[i] = float(check.loss(known.solve(*begin, ordered[i]))[mine].sum())
+            known.factors.clear()  # each is as large as the covariance
         return errors.get(i, math.inf)
 
     at = len(ordered) // 2
     for way in (-1, 1):
         while error(at + way) < error(at):
             at += way
-    known.factors.clear()
-    return ordered[at]
+    return ordered[at], error(at)
 
 
 def _put(w: Tensor, b: Tensor, part: Part, new: Weights) -> None:

@@ -1,0 +1,83 @@
+"""What does refitting cost, beside the calibration pass on the same images?
+
+    python -m benchmarks.refit_cost --out benchmarks/results/refit_cost_cpu_202611.md
+
+Two models of random weights and their merge; each sees half of the images, as with one loader for
+each task. "Calibration" is the pass that observes (both models run on all images), "refit" runs the
+merged model and each image's own model, and solves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zipfx
+from benchmarks import evaluate, memory
+
+
+class Loader:
+    """Random images in batches."""
+
+    def __init__(self, images: Tensor, batch: int) -> None:
+        self.batches = images.split(batch)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def measured(name: str, side: int, images: int, batch: int, refit: zipfx.Refit) -> tuple[str, ...]:
+    """One row: seconds of the two passes, their ratio, and memory."""
+    import torchvision
+
+    models: list[nn.Module] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(torchvision.models.get_model(name).eval())
+    data = [Loader(torch.randn(images // 2, 3, side, side), batch) for _ in models]
+    memory.reset_peak()
+    before = memory.resident()
+    merged = zipfx.zip(models, data, matcher="permute", repair=refit, progress=False)
+    peak = memory.peak_resident() - before
+    report: zipfx.Report = merged.meta["zipfx"]
+    observe, repair = report.seconds["observe"], report.seconds["repair"]
+    widest = max(p.shape[1] * p[0, 0].numel() for p in merged.parameters() if p.ndim > 1)
+    return (
+        name, str(side), str(images), f"{refit.rounds}", f"{refit.oversampling:g}",
+        f"{observe:.1f}", f"{repair:.1f}", f"{repair / observe:.2f}",
+        str(widest), f"{peak / 2**20:.0f}",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    evaluate.add_arguments(parser)
+    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--images", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    header = ("model", "pixels", "images", "rounds", "samples", "calibration (s)", "refit (s)",
+              "ratio", "most inputs", "peak MiB")  # fmt: skip
+    settings = [zipfx.Refit(), zipfx.Refit(rounds=0), zipfx.Refit(rounds=0, oversampling=10)]
+    rows = []
+    for name in options.models:
+        for refit in settings:
+            rows.append(measured(name, options.side, options.images, options.batch, refit))
+            print(rows[-1], flush=True)
+    text = [
+        "# The cost of refitting",
+        evaluate.environment("benchmarks.refit_cost"),
+        "Most inputs: the largest C k k of a layer. Samples: for each unknown, at least. Peak: the "
+        "highest resident set during `zipfx.zip` less what was resident before.",
+        evaluate.table(header, rows),
+    ]
+    evaluate.publish("\n\n".join(text), options.out)
+
+
+if __name__ == "__main__":
+    main()
