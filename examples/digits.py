@@ -22,6 +22,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot, relu
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import zipfx
@@ -115,29 +116,32 @@ def main() -> None:
 
     own = [torch.isin(train_y, torch.tensor(digits)) for digits in TASKS]
     a, b = (train(train_x[rows], train_y[rows], seed) for seed, rows in enumerate(own))
-    calibration = torch.split(train_x, 100)  # batches of both tasks' images; no labels
+    loaders = [DataLoader(train_x[rows], batch_size=100) for rows in own]  # of each task; no labels
 
-    def merge(matcher: str, partial: str | None = None) -> list[nn.Module]:
-        return [zipfx.zip([a, b], calibration, matcher=matcher, partial=partial, progress=False)]
+    def merge(matcher: str, repair: str, partial: str | None = None) -> list[nn.Module]:
+        options = {"matcher": matcher, "repair": repair, "partial": partial}
+        return [zipfx.zip([a, b], loaders, **options, progress=False)]
 
     rows: dict[str, list[nn.Module]] = {
         "model a": [a],
         "model b": [b],
         "ensemble": [a, b],
-        "weight averaging": merge("identity"),
-        "permute": merge("permute"),
-        "zip": merge("zip"),
-        "zip to layer1": merge("zip", partial="layer1"),
+        "weight averaging": merge("identity", "bn"),
+        "permute": merge("permute", "bn"),
+        "zip": merge("zip", "bn"),
+        "zip to layer1": merge("zip", "bn", "layer1"),
+        "zip, refitted": merge("zip", "refit"),
+        "zip to layer1, refitted": merge("zip", "refit", "layer1"),
     }
     size, flops = cost([a], test_x[:1])
-    print(f"{'':18}{'joint':>8}{'0-4':>8}{'5-9':>8}{'size':>8}{'FLOPs':>8}")
+    print(f"{'':24}{'joint':>8}{'0-4':>8}{'5-9':>8}{'size':>8}{'FLOPs':>8}")
     for name, modules in rows.items():
         outputs = heads(modules, test_x)
         joint = accuracy(torch.stack(outputs).mean(0), test_y, range(10))
         tasks = [accuracy(logits, test_y, d) for logits, d in zip(outputs, TASKS, strict=True)]
         row_size, row_flops = cost(modules, test_x[:1])
         print(
-            f"{name:18}{joint:8.1f}{tasks[0]:8.1f}{tasks[1]:8.1f}"
+            f"{name:24}{joint:8.1f}{tasks[0]:8.1f}{tasks[1]:8.1f}"
             f"{row_size / size:8.2f}{row_flops / flops:8.2f}"
         )
     print(f"{time.perf_counter() - start:.0f} seconds")
