@@ -393,7 +393,8 @@ class TestOwnMatchers:
 
         torch.manual_seed(0)
         models = self.models()
-        merged = zipfx.zip(models, [torch.randn(9, 3)], matcher=reverse, progress=False)
+        options = {"matcher": reverse, "repair": "none", "progress": False}
+        merged = zipfx.zip(models, [torch.randn(9, 3)], **options)
         wanted = (models[0][0].weight + models[1][0].weight.flip(0)) / 2
         assert torch.allclose(merged.get_submodule("0").weight, wanted, atol=1e-6)
 
@@ -406,7 +407,8 @@ class TestOwnMatchers:
 
         torch.manual_seed(0)
         models = self.models()
-        merged = zipfx.zip(models, [torch.randn(9, 3)], matcher=second, progress=False)
+        options = {"matcher": second, "repair": "none", "progress": False}
+        merged = zipfx.zip(models, [torch.randn(9, 3)], **options)
         x = torch.randn(5, 3)
         assert torch.allclose(merged.get_submodule("0").weight, models[1][0].weight, atol=1e-6)
         assert torch.allclose(merged.get_submodule("2").weight, models[1][2].weight, atol=1e-6)
