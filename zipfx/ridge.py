@@ -18,6 +18,7 @@ from zipfx.moments import Moments, pooled
 Weights = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
 
 _RIGHT = 1e-12  # of a target's variance: what is missed by less is left as it is
+_NOISE = 16  # times the rounding of a mean: what varies by less is constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,8 @@ class Normal:
 
     rows: (G, r, n) with rows^T rows the covariance of x, or None: power is the covariance itself,
     (G, n, n); xy: (G, o, n) covariances; yy: (G, o) variances; x: (G, n), y: (G, o) means; centred:
-    whether these were taken off, else they count as 0; factors: of what was solved, by ridge.
+    whether these were taken off, else they count as 0; noise: (G, o), of y, what its rounding makes
+    of a variance; factors: of what was solved, by ridge.
     """
 
     rows: Tensor | None
@@ -36,6 +38,7 @@ class Normal:
     x: Tensor
     y: Tensor
     centred: bool
+    noise: Tensor
     factors: dict[float, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -44,17 +47,22 @@ class Normal:
         mean, few = moments.mean, moments.samples
         level = mean if centred else torch.zeros_like(mean)
         x, y = level[..., :n], level[..., n + outputs]
+        noise = (_NOISE * torch.finfo(moments.shift.dtype).eps * level).square()
+        of_noise = noise[..., n + outputs]
         if few is not None:
             few = few + (moments.shift.double() - level).unsqueeze(-2)
             few /= math.sqrt(moments.count)
+            few *= (few.square().sum(-2) > noise).unsqueeze(-2)
             rows, of_y = few[..., :n], few[..., n + outputs]
-            return cls(rows, None, of_y.mT @ rows, of_y.square().sum(-2), x, y, centred)
+            return cls(rows, None, of_y.mT @ rows, of_y.square().sum(-2), x, y, centred, of_noise)
         covariance = moments.covariance()
         if not centred:
             covariance += mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        varies = covariance.diagonal(dim1=-2, dim2=-1) > noise
+        covariance *= varies.unsqueeze(-1) & varies.unsqueeze(-2)
         yy = covariance.diagonal(dim1=-2, dim2=-1)[..., n + outputs]
         xy = covariance[..., n + outputs, :n]
-        return cls(None, covariance[..., :n, :n], xy, yy, x, y, centred)
+        return cls(None, covariance[..., :n, :n], xy, yy, x, y, centred, of_noise)
 
     def times(self, w: Tensor) -> Tensor:
         """W times the covariance of x, (G, o, n)."""
@@ -228,7 +236,8 @@ def fit(
     *,
     takes_bias: bool = True,
 ) -> Solution:
-    """Refit a layer; outputs for which that is not better on the held-out data stay as they are.
+    """Refit a layer; outputs for which that is not better on the held-out data, or for which there
+    is none, stay as they are.
 
     Args:
         train, held: (J,) moments of [x, y], of two parts of each source's data.
@@ -247,19 +256,18 @@ def fit(
     for pattern in kinds[sizes.argsort(descending=True, stable=True)]:
         sources = pattern.nonzero().flatten().tolist()
         seen, kept = (pooled(part[j] for j in sources) for part in (train, held))
-        if not seen.count:
+        if not seen.count or not kept.count:  # nothing tells whether it gets better
             continue
         mine = (patterns == pattern).all(-1)
         index = mine.any(0).nonzero().flatten()
         mine, own = mine[:, index], (current[0][:, index], current[1][:, index])
         known = Normal.of(seen, n, index, takes_bias)
-        check = Normal.of(kept, n, index, takes_bias) if kept.count else known
+        check = Normal.of(kept, n, index, takes_bias)
         ridge, new = _chosen(known, check, own[0], mine, ridges if ridge is None else (ridge,))
         was = float(check.loss(own)[mine].sum())
         whole = Normal.of(seen.merged(kept), n, index, takes_bias)
-        part = Part(
-            tuple(sources), index, mine & (whole.loss(own) > _RIGHT * whole.yy), whole, ridge
-        )
+        wrong = whole.loss(own) > _RIGHT * whole.yy + whole.noise
+        part = Part(tuple(sources), index, mine & wrong, whole, ridge)
         if new < was and bool(part.changed.any()):
             parts.append(part)
             _put(w, b, part, whole.solve(*whole.start(own[0]), ridge))
