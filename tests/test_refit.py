@@ -122,6 +122,30 @@ def test_law_5_the_cut_into_batches_does_not_matter() -> None:
     assert error(run(one, x), run(many, x)) < UNCHANGED
 
 
+@pytest.mark.parametrize("size", [3, 7, 16])
+def test_law_5_also_where_time_comes_before_the_batch(size: int) -> None:
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.h = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.b(torch.relu(self.a(x.transpose(0, 1)))))
+            return self.h(y.mean(0))
+
+    models = strangers(2, Sequences)
+    x = torch.randn(80, 6, 5, generator=torch.Generator().manual_seed(0)).double()
+    one, many = (merge(models, [(p,) for p in x.split(n)], repair="refit") for n in (80, size))
+    assert error(run(one, (x,)), run(many, (x,))) < UNCHANGED
+    assert sum(r.changed for r in one.meta["zipfx"].refits) > 8
+
+
+def test_law_5_empty_batches_do_not_count() -> None:
+    models, data, empty = strangers(), images(60), (torch.zeros(0, 3, 8, 8).double(),)
+    one, many = (merge(models, d, repair="refit") for d in (data, [*data[:1], empty, *data[1:]]))
+    assert error(run(one, data[0]), run(many, data[0])) < UNCHANGED
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_law_6_models_are_unharmed_also_by_an_error(bad: float) -> None:
     models, data = strangers(), images(40)
@@ -246,7 +270,7 @@ def test_an_activation_s_flat_side_asks_for_nothing() -> None:
     y[..., 0] = (x[..., 0] * 3).clamp(min=-0.1)  # beyond the bend anything is right
     asked = [torch.ones(1, 3, dtype=torch.bool)]
     start = torch.zeros(1, 3, 6).double(), torch.zeros(1, 3).double()
-    solution = fit([moments(x, y, 0)], [Moments()], 6, asked, start, (0.0,))
+    solution = fit([moments(x, y, 0)], [moments(x, y, 0)], 6, asked, start, (0.0,))
 
     def loss(weights: tuple[Tensor, Tensor]) -> Tensor:
         output = x @ weights[0].mT + weights[1].unsqueeze(1)
@@ -322,6 +346,28 @@ def test_the_sum_on_a_stream_makes_up_for_what_the_stream_has_lost() -> None:
     assert name.changed == 8  # alone it is linear in x, and nothing would change
 
 
+class Plain(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.h = nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("repair", ["affine", "refit"])
+def test_some_image_is_held_out_or_nothing_changes(count: int, repair: str) -> None:
+    models, generator = strangers(2, Plain), torch.Generator().manual_seed(0)
+    data = [(torch.randn(count, 20, generator=generator).double(),)]
+    fresh = [[(torch.randn(200, 20, generator=generator).double(),)]] * 2
+    zipped, refitted = (merge(models, data, repair=r) for r in ("none", repair))
+    assert gap(models, refitted, fresh) < 2 * gap(models, zipped, fresh)
+    assert count > 1 or not any(r.changed for r in refitted.meta["zipfx"].refits)
+
+
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_few_images_do_no_harm(count: int) -> None:
     models, fresh = strangers(), [images(60, 5)] * 2
@@ -343,6 +389,19 @@ def test_dead_features_and_inputs_that_depend_on_each_other() -> None:
         merged = merge(models, images(100), repair=Refit(ridges=ridges))
         assert all(t.isfinite().all() for t in merged.state_dict().values())
         assert all(r.after <= r.before for r in merged.meta["zipfx"].refits)
+
+
+def test_what_never_varies_does_not_blow_up() -> None:
+    """What a constant varies by is rounding; it says nothing about a weight."""
+    for few, seed in itertools.product((0, 1000), range(8)):
+        torch.manual_seed(seed)
+        x = (torch.randn(1, 1, 4).double() * 5).expand(1, 300, 4)
+        y = torch.randn(1, 300, 3).double()
+        normal, anchor = Normal.of(moments(x, y, few), 4, torch.arange(3)), torch.randn(1, 3, 4)
+        for ridge in (0.0, 1e-4, math.inf):
+            weight, bias = normal.solve(anchor.double(), ridge)
+            assert float(weight.abs().max()) < 10
+            assert torch.allclose(x @ weight.mT + bias.unsqueeze(1), y.mean(1), atol=1e-9)
 
 
 def test_positions_can_be_left_out() -> None:
@@ -387,6 +446,140 @@ def test_what_is_not_refitted_is_named() -> None:
 def test_settings_out_of_range(options: Any, message: str) -> None:
     with pytest.raises(zipfx.ZipError, match=message):
         Refit(**options)
+
+
+class Twisted(nn.Module):
+    """Norms in another order than what they normalise; one writes what the other has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(3, 8, 3, bias=False)
+        self.of_a, self.of_b, self.h = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        b = self.of_b(b).relu_()
+        return self.h((torch.tanh(b) + torch.relu(self.of_a(a))).mean((2, 3)))
+
+
+class OneNorm(nn.Module):
+    """A norm without parameters, for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.norm, self.h = nn.BatchNorm2d(8, affine=False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.b(torch.relu(self.norm(self.a(x))))))
+        return self.h(y.mean((2, 3)))
+
+
+class Broadcast(nn.Module):
+    """Sums of tensors that differ in shape: a position code, and what is for all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.place = nn.Conv2d(3, 8, 1), nn.Parameter(torch.randn(8, 1, 1))
+        self.b, self.h = nn.Conv2d(8, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.tanh(self.place)
+        x = torch.relu(self.a(x) + place)
+        x = torch.relu(x + self.b(x.mean((2, 3), keepdim=True)))
+        return self.h(x.mean((2, 3)))
+
+
+class Rows(nn.Module):
+    """A norm of another axis than the one along which the layer's features lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.h = nn.Linear(8, 12), nn.BatchNorm1d(24), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.relu(self.norm(self.a(x.flatten(1, 2)))).mean(1))
+
+
+class Square(Rows):
+    """The same, of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(8, 24), nn.Linear(24, 3)
+
+
+class Constant(nn.Module):
+    """Layers of what is not data, with no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.token, self.b = (
+            nn.Linear(8, 12),
+            nn.Parameter(torch.randn(5)),
+            nn.Linear(5, 12),
+        )
+        self.h = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.relu(self.a(x) + self.b(self.token)).mean((1, 2)))
+
+
+class Computed(nn.Module):
+    """Weights that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.a, self.b, self.h = norm(nn.Conv2d(3, 8, 1)), nn.Conv2d(8, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "left"),
+    [
+        (Twisted, ""),
+        (OneNorm, ""),
+        (Broadcast, "place"),
+        (Rows, "norm"),
+        (Square, "norm"),
+        (Constant, "token, b"),
+        (Computed, "a"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_layers_in_odd_places(cls: Any, left: str, own: bool) -> None:
+    """What is done to each is right: no layer is worse for it on what it was fitted to."""
+    models, x = strangers(2, cls), images(6, 1)[0]
+    data: Any = [Batches(images(60, s)) for s in (0, 2)] if own else images(60)
+    merged = merge(models, data, matcher="permute", repair=Refit(oversampling=1e9))
+    notes = [n for n in merged.meta["zipfx"].notes if "not refitted" in n]
+    assert notes == [f"not refitted: {left}"] * bool(left)
+    plain = merge(models, data, matcher="permute")
+    both = [[(x,) for (x,) in images(60, s)] for s in ((0, 2) if own else (0, 0))]
+    assert gap(models, merged, both) < gap(models, plain, both)
+    model = models[0]
+    same = merge([model, permuted(model, x)], data, matcher="permute", repair="refit")
+    assert error(run(model, x), run(same, x)) < UNCHANGED
+    assert not any(r.changed for r in same.meta["zipfx"].refits)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(3, 4), "node 'a' fails on a calibration batch: mat1 and mat2"),
+        (
+            {"y": torch.zeros(3, 20)},
+            "a calibration batch does not fit the model's forward: missing",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit(bad: Any, message: str) -> None:
+    data: list[Any] = [torch.zeros(8, 20).double(), bad]
+    with pytest.raises(zipfx.ZipError, match=message):
+        zipfx.zip(strangers(2, Plain), data, matcher="weights", progress=False)
 
 
 def test_refit_needs_data() -> None:

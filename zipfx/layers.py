@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.trace import is_batch_norm
 
@@ -26,6 +27,10 @@ class Layer(ABC):
 
     module: Any
     norm: Any = None
+
+    @abstractmethod
+    def takes(self, shape: torch.Size) -> bool:
+        """Whether an output of this shape has a dimension B."""
 
     @abstractmethod
     def patches(self, x: Tensor) -> Tensor:
@@ -123,6 +128,9 @@ class Linear(Layer):
     channel = -1
     groups = 1
 
+    def takes(self, shape: torch.Size) -> bool:
+        return len(shape) > 1
+
     def patches(self, x: Tensor) -> Tensor:
         return x.unsqueeze(-2)
 
@@ -147,6 +155,9 @@ class Convolution(Layer):
     def groups(self) -> int:
         found: int = self.module.groups
         return found
+
+    def takes(self, shape: torch.Size) -> bool:
+        return len(shape) == 2 + len(self.module.kernel_size)
 
     def patches(self, x: Tensor) -> Tensor:
         conv = self.module
@@ -183,6 +194,9 @@ class Transposed(Layer):
     def groups(self) -> int:
         found: int = self.module.groups
         return found
+
+    def takes(self, shape: torch.Size) -> bool:
+        return len(shape) == 2 + len(self.module.kernel_size)
 
     def patches(self, x: Tensor) -> Tensor:
         conv, d = self.module, len(self.module.kernel_size)
@@ -224,6 +238,9 @@ class Norm(Layer):
     def groups(self) -> int:
         found: int = self.module.num_features
         return found
+
+    def takes(self, shape: torch.Size) -> bool:
+        return True
 
     def patches(self, x: Tensor) -> Tensor:
         return x.movedim(1, -1).unsqueeze(-1)
@@ -269,7 +286,10 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
 
 
 def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
-    """The module as a layer; None: it is of no known kind, or has a forward of its own."""
+    """The module as a layer; None: it is of no known kind, or has a forward of its own, or computes
+    its weight, which then can not be stored."""
+    if any(is_parametrized(m) for m in (module, norm) if m is not None):
+        return None
     for kind, view in KINDS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return view(module, norm)

@@ -35,7 +35,8 @@ class Refit:
 
     Args:
         ridges: how strongly weights are drawn to the zipped ones, relative to the mean variance of
-            a layer's inputs; each layer takes what is best on held-out data (every tenth image).
+            a layer's inputs; each layer takes what is best on held-out data (every tenth image, or
+            the last of fewer; with one image nothing changes).
             inf: the zipped weights, scaled and shifted output by output.
         rounds: how often targets are set anew where an activation follows that is flat on one
             side: there, outputs that are beyond its bend already are left alone.
@@ -111,13 +112,15 @@ def refit(
 class _Batch:
     """A batch on its way through the merged graph, and through those of models.
 
-    first: number of its first image among those of its source.
+    first: number of its first image among those of its source; every: so many images, the last is
+    held out.
     """
 
     source: int
     first: int
     images: int
     merged: Run
+    every: int = _HELD_OUT
     models: dict[int, Run] = field(default_factory=dict)
 
 
@@ -132,7 +135,10 @@ def _batches(
     found = []
     for source, (args, kwargs) in data.by_source():
         inputs = positional(merged.forward, args, kwargs)
-        n = batch_size((args, kwargs)) or 1
+        n = batch_size((args, kwargs))
+        if n == 0:
+            continue
+        n = n or 1
         batch = _Batch(source, seen.get(source, 0), n, Run(line, clone_tensors(inputs)))
         needed = {k for step in steps if step.asked[source].any() for k in step.matrices[source]}
         batch.models = {k: Run(lines[k], clone_tensors(inputs)) for k in needed}
@@ -140,6 +146,8 @@ def _batches(
         found.append(batch)
     if not found:
         raise ZipError("the calibration data is empty: there is nothing to refit with")
+    for batch in found:
+        batch.every = max(2, min(_HELD_OUT, seen[batch.source]))
     return found
 
 
@@ -200,19 +208,21 @@ class _Fit:
         and whether they are held out."""
         step, layer = self.step, self.layer
         patches = layer.patches(batch.merged.values[step.node.args[0]])  # type: ignore[index]
-        made = {
-            k: layer.results(batch.models[k].value(step.target))
-            for k in step.matrices[batch.source]
-        }
-        skip = None if step.skip is None else layer.results(batch.merged.values[step.skip])
+        patches = patches.movedim(step.images, 0)
+        targets = {k: batch.models[k].value(step.target) for k in step.matrices[batch.source]}
+        made = {k: layer.results(t).movedim(step.images, 0) for k, t in targets.items()}
+        skip = None
+        if step.skip is not None:
+            skip = batch.merged.values[step.skip].expand(next(iter(targets.values())).shape)
+            skip = layer.results(skip).movedim(step.images, 0)
         shape = next(iter(made.values())).shape
         grid = list(shape[1:-2])
         stride = self._stride(batch, shape[0], grid)
-        image = batch.first + _image(shape[0], batch.images)
+        image = _image(shape[0], batch)
         cells = stride ** len(grid)
         turns = min(_TURNS, cells)
         turn = image % turns
-        key = 2 * turn + (image % _HELD_OUT == _HELD_OUT - 1)
+        key = 2 * turn + (image % batch.every == batch.every - 1)
         rows = max(1, math.prod(grid) // cells)
         chunk = max(1, _CHUNK // (rows * layer.groups * self.n))
         for which in key.unique().tolist():
@@ -262,8 +272,9 @@ def _eased(target: Tensor, output: Tensor, low: float, high: float) -> Tensor:
     )
 
 
-def _image(rows: int, images: int) -> Tensor:
-    """The image that each row of a tensor comes from: windows of one are side by side."""
-    if rows % images:
-        return torch.zeros(rows, dtype=torch.int64)
-    return torch.arange(rows) // (rows // images)
+def _image(rows: int, batch: _Batch) -> Tensor:
+    """The image that each row of a tensor comes from: windows of one are side by side. Rows that
+    are not of images are numbered themselves."""
+    if rows % batch.images:
+        return torch.arange(rows)
+    return batch.first + torch.arange(rows) // max(1, rows // batch.images)

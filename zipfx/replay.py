@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+
+from zipfx.errors import ZipError, first_line
+from zipfx.trace import alias, clone_tensors
+from zipfx.untouched import untouched
 
 
 class Line:
@@ -48,7 +53,12 @@ class Run:
         end = line.at[stop] + inclusive
         while self.next < end:
             node = line.nodes[self.next]
-            self.values[node] = engine.run_node(node)
+            try:
+                self.values[node] = engine.run_node(node)
+            except Exception as error:
+                raise ZipError(
+                    f"node {node.name!r} fails on a calibration batch: {first_line(error)}"
+                ) from error
             for dead in line.last.get(node, ()):
                 del self.values[dead]
             self.next += 1
@@ -62,8 +72,15 @@ class Run:
 def positional(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """One value for every argument of forward, as a graph takes them."""
-    bound = inspect.signature(forward).bind(*args, **kwargs)
+    """One value for every argument of forward, as a graph takes them.
+
+    Raises:
+        ZipError: they are not its arguments.
+    """
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ZipError(f"a calibration batch does not fit the model's forward: {error}") from error
     bound.apply_defaults()
     return (*bound.args, *bound.kwargs.values())
 
@@ -79,3 +96,25 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     finally:
         for m, mode in modes:
             m.training = mode
+
+
+class _Shapes(fx.Interpreter):
+    """Notes the shapes of all tensors that nodes compute."""
+
+    found: dict[fx.Node, torch.Size]
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self.found[n] = value.shape
+        return value
+
+
+def shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
+    """Of all tensors that the nodes of a graph compute in eval mode; nothing is written to."""
+    twin = alias(module).eval()
+    engine = _Shapes(twin, graph=module.graph)
+    engine.found = {}
+    with untouched([*twin.parameters(), *twin.buffers()]), torch.no_grad():
+        engine.run(*clone_tensors(tuple(inputs)))
+    return engine.found

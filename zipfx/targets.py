@@ -10,7 +10,9 @@ that is flat on one side, anything on that side is as good.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, iadd
 
@@ -19,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from zipfx.assemble import Assembly
+from zipfx.calibrate import first_samples
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
 from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
+from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.trace import is_batch_norm
 
@@ -49,14 +53,16 @@ _FLAT: dict[object, tuple[float, float]] = {
 class Step:
     """One layer to be refitted; letters as in `layers`, J sources of data.
 
-    node: of the merged graph; target: name of the node of the models that has what should be
-    computed; skip: of the merged graph, what the outputs are added to first; flat: below and above
-    which outputs are as good as these bounds; matrices: (J,) by model, (G o, G o), how its features
+    node: of the merged graph; images: the dimension of its output along which images lie; target:
+    name of the node of the models that has what should be computed; skip: of the merged graph, what
+    the outputs are added to first; flat: below and above which outputs are as good as these bounds;
+    matrices: (J,) by model, (G o, G o), how its features
     become targets; asked: (J,) of (G, o) bool, whether the source has a target for an output.
     """
 
     node: fx.Node
     layer: Layer
+    images: int
     target: str
     skip: fx.Node | None
     flat: tuple[float, float] | None
@@ -94,6 +100,11 @@ class _Planner:
             for t in self._parameters(node):
                 self.uses[id(t)] = self.uses.get(id(t), 0) + 1
         self.weighted = [n for n in self.nodes if next(self._parameters(n), None) is not None]
+        self.calls = Counter(id(self._module(node)) for node in self.nodes)
+        self.shapes = shapes(merged, job.inputs)
+        self.alone: dict[fx.Node, torch.Size] = {}  # of one image
+        with suppress(Exception):  # not all models take one
+            self.alone = shapes(merged, first_samples(job.inputs, 1))
 
     def plan(self) -> tuple[list[Step], list[str]]:
         steps: list[Step] = []
@@ -132,12 +143,15 @@ class _Planner:
             return None
         layer = layer_of(module, None if norm is None else self._module(norm))
         head = node.meta.get(HEAD_KEY)
-        if layer is None or (head is not None and node.meta[SOURCE_KEY] in self.idle[head]):
+        if (
+            layer is None
+            or not layer.takes(self.shapes[node])
+            or (head is not None and node.meta[SOURCE_KEY] in self.idle[head])
+        ):
             return None
         end = norm or node
         target, skip = self._sum_after(end)
-        between = range(self.at[end] + 1, self.at[target])
-        if any(self.at[n] in between for n in self.weighted):
+        if self._between(end, target):
             target, skip = end, None
         name = target.meta[SOURCE_KEY]
         shape = layer.weight().shape[:2]
@@ -149,13 +163,34 @@ class _Planner:
         if found is None:
             return None
         asked = tuple(a.reshape(shape) for a in found[1])
-        return Step(node, layer, name, skip, self._flat_after(target), tuple(found[0]), asked)
+        images = self._images(node) if layer.channel == -1 else 0
+        flat = self._flat_after(target)
+        return Step(node, layer, images, name, skip, flat, tuple(found[0]), asked)
+
+    def _between(self, node: fx.Node, end: fx.Node) -> bool:
+        """Whether another layer comes between: its target may be gone once `end` has run."""
+        between = range(self.at[node] + 1, self.at[end])
+        return any(self.at[n] in between for n in self.weighted)
+
+    def _images(self, node: fx.Node) -> int:
+        """The dimension of a node's output along which images lie: that in which one differs from
+        several. In (T, B, C) it is not the first."""
+        few, many = self.alone.get(node, ()), self.shapes[node]
+        found = [d for d, (a, b) in enumerate(zip(few, many)) if a != b]
+        return found[0] if len(found) == 1 else 0
 
     def _norm_after(self, node: fx.Node) -> fx.Node | None:
-        """The BatchNorm that is all that reads a node."""
+        """The BatchNorm that is all that reads a node, that reads nothing else, and that is of the
+        features which the node computes."""
         user = next(iter(node.users)) if len(node.users) == 1 else None
-        module = None if user is None else self._module(user)
-        return user if module is not None and is_batch_norm(module) else None
+        module, own = (None if n is None else self._module(n) for n in (user, node))
+        if user is None or module is None or not is_batch_norm(module):
+            return None
+        layer = None if own is None else layer_of(own)
+        ours = layer is not None and layer.channel % len(self.shapes[node]) == 1
+        return (
+            user if ours and self.calls[id(module)] == 1 and not self._between(node, user) else None
+        )
 
     def _sum_after(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
         """Where what a node computes is added to something older: (the sum, the older part)."""
@@ -169,7 +204,8 @@ class _Planner:
                 continue
             parts = [a for a in user.args if isinstance(a, fx.Node) and a is not end]
             sums = user.target in _ADDS and not user.kwargs and len(user.args) == 2
-            if sums and len(parts) == 1 and self.at[parts[0]] < self.at[node]:
+            same = parts[-1:] and parts[0] in self.shapes and self.shapes[user] == self.shapes[node]
+            if sums and same and self.at[parts[0]] < self.at[node]:
                 return user, parts[0]
             break
         return node, None
