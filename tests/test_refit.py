@@ -413,6 +413,58 @@ def test_positions_can_be_left_out() -> None:
     assert gap(models, some, fresh) < bn
 
 
+class Tokens(nn.Module):
+    """A class token and a position code: at each position a feature has another origin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8))
+        self.place = nn.Parameter(torch.randn(1, 5, 8))
+        self.norm, self.b, self.c = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.h = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).flatten(2).transpose(1, 2)
+        y = torch.cat([self.token.expand(x.shape[0], -1, -1), y], 1) + self.place
+        y = y + self.c(torch.tanh(self.b(self.norm(y))))
+        return self.h(y[:, 0] + y.mean(1))
+
+
+@torch.no_grad()
+def test_a_layer_on_a_stream_with_a_position_code() -> None:
+    """It gives the least squares optimum of the merged sum less the stream."""
+    models, (x,) = strangers(2, Tokens), images(60, 0, 60)[0]
+    merged = merge(models, [(x,)], matcher="identity", repair=Refit(ridges=(0.0,), rounds=0))
+    seen: list[dict[str, Tensor]] = []
+    for model in (*models, merged):
+        values: dict[str, Tensor] = {}
+        model.norm.register_forward_hook(lambda _, i, o, v=values: v.update(stream=i[0]))
+        model.c.register_forward_hook(lambda _, i, o, v=values: v.update(input=i[0], output=o))
+        model(x)
+        seen.append({k: v.flatten(0, 1) for k, v in values.items()})
+    a, b, ours = seen
+    wanted = (a["stream"] + a["output"] + b["stream"] + b["output"]) / 2 - ours["stream"]
+    assert error(regression(ours["input"], wanted), ours["output"]) < UNCHANGED
+    names = [r.name for r in merged.meta["zipfx"].refits]
+    assert names == ["a", "b", "c", "h"]
+
+
+def test_what_forward_writes_is_as_without_refit() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.a, self.h = nn.Linear(20, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return self.h(torch.relu(self.a(x)))
+
+    models, data = strangers(2, Counts), [(torch.randn(16, 20).double(),) for _ in range(4)]
+    plain, refitted = (merge(models, data, repair=r) for r in ("none", "refit"))
+    assert torch.equal(plain.seen, refitted.seen)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

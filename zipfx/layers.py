@@ -9,7 +9,7 @@ BatchNorm by itself is G = channels with n = o = 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,11 @@ class Layer(ABC):
 
     module: Any
     norm: Any = None
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Those that `write` may write to."""
+        for module in (self.module, self.norm):
+            yield from () if module is None else module.buffers()
 
     @abstractmethod
     def takes(self, shape: torch.Size) -> bool:

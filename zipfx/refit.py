@@ -94,6 +94,8 @@ def refit(
         ZipError: no data, or a layer that reads NaN or Inf on it.
     """
     done = []
+    mine = {id(t) for step in steps for t in step.layer.buffers()}
+    kept = [(t, t.clone()) for t in merged.buffers() if id(t) not in mine]  # forward may write
     with evaluating(merged, *modules), torch.no_grad():
         batches = _batches(merged, modules, data, steps)
         for step in tqdm(steps, desc="zipfx: refit", disable=not progress, leave=False):
@@ -105,6 +107,8 @@ def refit(
             losses = solution.before, solution.after, solution.ridge
             number = int(changed.sum())
             done.append(Refitted(str(step.node.target), *losses, number, changed.numel()))
+        for t, was in kept:
+            t.copy_(was)
     return done, len(batches)
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, iadd
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -230,17 +231,25 @@ class _Planner:
         """In the trunk: M times the models' features. With data of its own a model's features alone
         are asked for, renormalised, and only where it has a share of the merged feature.
 
-        None: the features of the target do not lie where the layer puts them.
+        None: the features of the target do not lie where the layer puts them. They may have other
+        labels at other positions (as after a position code), but must be in the same places.
         """
         value = self.analysis.facts.nodes[self.number[name]].values[0]
         channel = layer.channel % len(value.shape)
         made: list[tuple[Tensor, Merge]] = []
         for dims, slots in overlapping(value.features):
-            tables = self.analysis.grouping.tables(*slots)
             moved = {s for labels in slots for s in self.analysis.grouping.spaces(labels)}
-            if moved and (dims != (channel,) or moved != {s for s, _ in tables}):
+            if not moved:
+                continue
+            if channel not in dims:
                 return None
-            made += [(index, self.merges[s]) for s, index in tables]
+            sizes, at = [value.shape[d] for d in dims], dims.index(channel)
+            rows = [np.moveaxis(s.reshape(sizes), at, -1).reshape(-1, sizes[at]) for s in slots]
+            tables = [self.analysis.grouping.tables(*row) for row in zip(*rows, strict=True)]
+            first, *others = [{s: index.tolist() for s, index in table} for table in tables]
+            if moved != set(first) or any(other != first for other in others):
+                return None
+            made += [(index, self.merges[s]) for s, index in tables[0]]
         whole = {k: made_matrix(width, made, k) / len(self.models) for k in self.models}
         if self.sources == 1 or any(isinstance(merge, Linear) for _, merge in made):
             return [whole] * self.sources, [torch.ones(width, dtype=torch.bool)] * self.sources
