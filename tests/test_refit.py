@@ -203,7 +203,7 @@ def test_with_data_of_its_own_each_head_is_fitted_on_its_task() -> None:
 
 
 def moments(x: Tensor, y: Tensor, few: int) -> Moments:
-    found = Moments(few)
+    found = Moments(few, x.shape[-1])
     for a, b in zip(x.split(7, 1), y.split(7, 1), strict=True):
         found.add(torch.cat([a, b], -1))
     return found
@@ -251,15 +251,19 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 40, 5).double() * 3 + 100
     for few in (0, 10, 25, 1000):
-        parts = [Moments(few) for _ in range(3)]
-        for part, piece in zip(parts, x.split([7, 20, 13], 1), strict=True):
-            part.add(piece[:, :4])
-            part.add(piece[:, 4:])
+        parts, firsts = ([Moments(few, n) for _ in range(3)] for n in (None, 2))
+        for part, first, piece in zip(parts, firsts, x.split([7, 20, 13], 1), strict=True):
+            for one in (part, first):
+                one.add(piece[:, :4])
+                one.add(piece[:, 4:])
         both = parts[0].merged(parts[1]).merged(parts[2])
         assert both.count == 40
         assert torch.allclose(both.mean, x.mean(1))
         expected = torch.stack([torch.cov(one.T, correction=0) for one in x])
         assert torch.allclose(both.covariance(), expected)
+        assert torch.allclose(both.variance(), expected.diagonal(dim1=1, dim2=2))
+        some = firsts[0].merged(firsts[1]).merged(firsts[2])
+        assert torch.allclose(some.covariance(), expected[:, :2])
         assert (both.samples is not None) == (few >= 40)
 
 

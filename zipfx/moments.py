@@ -16,8 +16,9 @@ class Moments:
     dimensions are separate problems, such as the groups of a convolution.
 
     count: samples seen; shift: (..., n); total: (..., n) float64, the sum of the shifted samples;
-    second: (..., n, n) float64, the sum of their products; few: as long as there are no more
-    samples, they are kept as they are, which is smaller than the sum of their products.
+    second: (..., m, n) float64, the sum of the products of the first m columns (default: all) with
+    all; squares: (..., n) float64, unless they are in there; few: as long as there are no more samples, they are kept as they
+    are, which is smaller than the sum of their products.
 
     >>> a, b = Moments(), Moments()
     >>> a.add(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
@@ -29,9 +30,10 @@ class Moments:
 
     shift: Tensor
     total: Tensor
+    squares: Tensor
 
-    def __init__(self, few: int = 0) -> None:
-        self.count, self.few = 0, few
+    def __init__(self, few: int = 0, first: int | None = None) -> None:
+        self.count, self.few, self.first = 0, few, first
         self._rows: list[Tensor] = []
         self._second: Tensor | None = None
 
@@ -42,25 +44,28 @@ class Moments:
         if not self.count:
             self.shift = x.double().mean(-2).to(x.dtype)
             self.total = torch.zeros_like(self.shift, dtype=torch.float64)
+            self.squares = torch.zeros_like(self.total)
         x = x - self.shift.unsqueeze(-2)
         self.total += x.sum(-2).double()  # small: only what differs from the first batch
+        if self.first is not None:
+            self.squares += x.square().sum(-2).double()
         self.count += x.shape[-2]
         if self._second is None and self.count <= self.few:
             self._rows.append(x)
         elif self._second is None and not self._rows:
-            self._second = (x.mT @ x).double()
+            self._second = (x[..., : self.first].mT @ x).double()
         else:
-            self._second = self.second.add_(x.mT @ x)
+            self._second = self.second.add_(x[..., : self.first].mT @ x)
             self._rows = []
 
     @property
     def second(self) -> Tensor:
-        """(..., n, n) float64."""
+        """(..., m, n) float64."""
         if self._second is not None:
             return self._second
-        found = self.total.new_zeros(*self.total.shape, self.total.shape[-1])
+        found = self.total.new_zeros(*self.total[..., : self.first].shape, self.total.shape[-1])
         for x in self._rows:
-            found += x.mT @ x
+            found += x[..., : self.first].mT @ x
         return found
 
     @property
@@ -72,16 +77,18 @@ class Moments:
         """The moments of the samples of both; neither is modified."""
         if not self.count or not other.count:
             return self if self.count else other
-        both = Moments(self.few)
+        both = Moments(self.few, self.first)
         both.count, both.shift = self.count + other.count, self.shift
         apart = other.shift.double() - self.shift.double()
         both.total = self.total + other.total + other.count * apart
+        both.squares = self.squares + other.squares + 2 * other.total * apart
+        both.squares += other.count * apart.square()
         if self._rows and other._rows and both.count <= self.few:
             both._rows = [*self._rows, *(x + apart.unsqueeze(-2) for x in other._rows)]
             return both
-        crossed = other.total.unsqueeze(-1) * apart.unsqueeze(-2)
-        both._second = (self.second + other.second).add_(crossed).add_(crossed.mT)
-        both._second += other.count * apart.unsqueeze(-1) * apart.unsqueeze(-2)
+        both._second = self.second + other.second
+        for a, b in ((other.total, apart), (apart, other.total), (other.count * apart, apart)):
+            both._second += a[..., : self.first].unsqueeze(-1) * b.unsqueeze(-2)
         return both
 
     @property
@@ -90,21 +97,32 @@ class Moments:
         return self.total / self.count + self.shift
 
     def covariance(self) -> Tensor:
-        """(..., n, n) float64, over `count`; its diagonal is not negative."""
-        n = self.total.shape[-1]
-        mean = (self.total / self.count).reshape(-1, n, 1)
-        second = self.second.reshape(-1, n, n)
-        found = torch.baddbmm(second, mean, mean.mT, beta=1 / self.count, alpha=-1)
-        found = found.reshape(*self.total.shape, n)
+        """(..., m, n) float64, over `count`; its diagonal is not negative."""
+        second = self.second
+        mean = (self.total / self.count).reshape(-1, self.total.shape[-1], 1)
+        found = torch.baddbmm(
+            second.reshape(-1, *second.shape[-2:]),
+            mean[:, : self.first],
+            mean.mT,
+            beta=1 / self.count,
+            alpha=-1,
+        ).reshape(second.shape)
         found.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
         return found
 
+    def variance(self) -> Tensor:
+        """(..., n) float64, over `count`."""
+        mean = self.total / self.count
+        return (self._powers() / self.count - mean.square()).clamp(min=0)
+
+    def _powers(self) -> Tensor:
+        if self.first is not None:
+            return self.squares
+        return self.second.diagonal(dim1=-2, dim2=-1)
+
     def finite(self) -> Tensor:
         """(..., n) bool: columns in which every sample was, and none too large for a square."""
-        found = self.total.isfinite() & self.shift.isfinite()
-        if self._second is not None:
-            found &= self._second.diagonal(dim1=-2, dim2=-1).isfinite()
-        return found
+        return self.total.isfinite() & self.shift.isfinite() & self._powers().isfinite()
 
 
 def pooled(moments: Iterable[Moments]) -> Moments:

@@ -178,7 +178,7 @@ class _Fit:
 
     def _moments(self) -> tuple[list[Moments], list[Moments]]:
         """Of inputs and targets side by side, for each source: (most of the data, held out)."""
-        parts = [[Moments(few=self.n // 2) for _ in self.step.asked] for _ in range(2)]
+        parts = [[Moments(self.n // 2, self.n) for _ in self.step.asked] for _ in range(2)]
         for batch in self.batches:
             batch.merged.advance(self.step.node, inclusive=False)
             for k in self.step.matrices[batch.source]:
@@ -261,7 +261,8 @@ class _Fit:
         total: Tensor | None = None
         for k, value in features.items():
             matrix = self.matrices[source][k] = self.matrices[source][k].to(value)
-            flat = value.movedim(0, 1).flatten(1) @ matrix.T
+            flat = value.movedim(0, 1).flatten(1)
+            flat = flat * matrix if matrix.ndim == 1 else flat @ matrix.T
             total = flat if total is None else total.add_(flat)
         assert total is not None
         grouped: Tensor = total.unflatten(1, (self.layer.groups, -1))

@@ -55,14 +55,15 @@ class Normal:
             few *= (few.square().sum(-2) > noise).unsqueeze(-2)
             rows, of_y = few[..., :n], few[..., n + outputs]
             return cls(rows, None, of_y.mT @ rows, of_y.square().sum(-2), x, y, centred, of_noise)
-        covariance = moments.covariance()
+        covariance, variance = moments.covariance()[..., :n, :], moments.variance()
         if not centred:
-            covariance += mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        varies = covariance.diagonal(dim1=-2, dim2=-1) > noise
-        covariance *= varies.unsqueeze(-1) & varies.unsqueeze(-2)
-        yy = covariance.diagonal(dim1=-2, dim2=-1)[..., n + outputs]
-        xy = covariance[..., n + outputs, :n]
-        return cls(None, covariance[..., :n, :n], xy, yy, x, y, centred, of_noise)
+            covariance += mean[..., :n].unsqueeze(-1) * mean.unsqueeze(-2)
+            variance += mean.square()
+        varies = variance > noise
+        covariance *= varies[..., :n].unsqueeze(-1) & varies.unsqueeze(-2)
+        yy = (variance * varies)[..., n + outputs]
+        xy = covariance[..., n + outputs].mT
+        return cls(None, covariance[..., :n], xy, yy, x, y, centred, of_noise)
 
     def times(self, w: Tensor) -> Tensor:
         """W times the covariance of x, (G, o, n)."""

@@ -57,8 +57,8 @@ class Step:
     node: of the merged graph; images: the dimension of its output along which images lie; target:
     name of the node of the models that has what should be computed; skip: of the merged graph, what
     the outputs are added to first; flat: below and above which outputs are as good as these bounds;
-    matrices: (J,) by model, (G o, G o), how its features
-    become targets; asked: (J,) of (G, o) bool, whether the source has a target for an output.
+    matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
+    asked: (J,) of (G, o) bool, whether the source has a target for an output.
     """
 
     node: fx.Node
@@ -223,7 +223,7 @@ class _Planner:
     def _own_features(self, k: int, width: int) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
         """In a head: those of its model, on its own data."""
         asked = [torch.tensor(self.sources == 1 or j == k) for j in range(self.sources)]
-        return [{k: torch.eye(width)}] * self.sources, [a.expand(width) for a in asked]
+        return [{k: torch.ones(width)}] * self.sources, [a.expand(width) for a in asked]
 
     def _merged_features(
         self, name: str, layer: Layer, width: int
@@ -250,9 +250,14 @@ class _Planner:
             if moved != set(first) or any(other != first for other in others):
                 return None
             made += [(index, self.merges[s]) for s, index in tables[0]]
-        whole = {k: made_matrix(width, made, k) / len(self.models) for k in self.models}
+        if made:
+            whole = {k: made_matrix(width, made, k) / len(self.models) for k in self.models}
+        else:  # the outputs of the network, which may be many
+            even = torch.full((width,), 1 / len(self.models), dtype=torch.float64)
+            whole = dict.fromkeys(self.models, even)
         if self.sources == 1 or any(isinstance(merge, Linear) for _, merge in made):
             return [whole] * self.sources, [torch.ones(width, dtype=torch.bool)] * self.sources
-        shares = [whole[k].sum(1) for k in self.models]
-        alone = [whole[k] / s.where(s > 0, 1)[:, None] for k, s in enumerate(shares)]
+        shares = [whole[k].reshape(width, -1).sum(1) for k in self.models]
+        scales = [s.where(s > 0, 1) for s in shares]
+        alone = [whole[k] / (s[:, None] if made else s) for k, s in enumerate(scales)]
         return [{k: m} for k, m in enumerate(alone)], [s > 0 for s in shares]
