@@ -403,7 +403,7 @@ def test_what_never_varies_does_not_blow_up() -> None:
         y = torch.randn(1, 300, 3).double()
         normal, anchor = Normal.of(moments(x, y, few), 4, torch.arange(3)), torch.randn(1, 3, 4)
         for ridge in (0.0, 1e-4, math.inf):
-            weight, bias = normal.solve(anchor.double(), ridge)
+            weight, bias = normal.solve(*normal.start(anchor.double()), ridge)
             assert float(weight.abs().max()) < 10
             assert torch.allclose(x @ weight.mT + bias.unsqueeze(1), y.mean(1), atol=1e-9)
 

@@ -17,8 +17,8 @@ class Moments:
 
     count: samples seen; shift: (..., n); total: (..., n) float64, the sum of the shifted samples;
     second: (..., m, n) float64, the sum of the products of the first m columns (default: all) with
-    all; squares: (..., n) float64, unless they are in there; few: as long as there are no more samples, they are kept as they
-    are, which is smaller than the sum of their products.
+    all; squares: (..., n) float64, where they are not all in there; few: as long as there are no
+    more samples, they are kept as they are, which is smaller than the sum of their products.
 
     >>> a, b = Moments(), Moments()
     >>> a.add(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
