@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import zipfx
 from zipfx.moments import Moments
 from zipfx.refit import Refit
 from zipfx.ridge import Missed, Normal, fit
+from zipfx.targets import plan_targets
 
 UNCHANGED = 1e-9
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
@@ -370,6 +372,40 @@ def test_some_image_is_held_out_or_nothing_changes(count: int, repair: str) -> N
     zipped, refitted = (merge(models, data, repair=r) for r in ("none", repair))
     assert gap(models, refitted, fresh) < 2 * gap(models, zipped, fresh)
     assert count > 1 or not any(r.changed for r in refitted.meta["zipfx"].refits)
+
+
+@pytest.mark.parametrize("written", ["relu_", "module", "function", None])
+def test_a_stream_that_is_written_to_later_is_not_what_the_layer_knows(
+    written: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.h = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            y = self.b(x)
+            if written == "relu_":
+                x.relu_()
+            elif written == "module":
+                self.act(x)
+            elif written == "function":
+                F.relu(x, inplace=True)
+            return self.h(y + x)
+
+    stage, steps = sys.modules["zipfx.zip"], []
+
+    def spy(*arguments: Any) -> Any:
+        found = plan_targets(*arguments)
+        steps.extend(found[0])
+        return found
+
+    monkeypatch.setattr(stage, "plan_targets", spy)
+    merge(strangers(2, Late), [(torch.randn(90, 4).double(),)], repair="refit")
+    (step,) = [s for s in steps if s.node.target == "b"]
+    assert (step.skip is None) == (written is not None)
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])

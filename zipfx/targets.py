@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import add, iadd
+from operator import add, iadd, imul, isub, setitem
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.trace import is_batch_norm
 
 _ADDS = (add, iadd, torch.add, "add", "add_")
+_WRITES = (iadd, isub, imul, setitem)
 #: what hands its input on as it is, in eval mode
 _PASSING = (nn.Identity, nn.modules.dropout._DropoutNd)
 _PASSING_CALLS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth")
@@ -206,10 +207,25 @@ class _Planner:
             parts = [a for a in user.args if isinstance(a, fx.Node) and a is not end]
             sums = user.target in _ADDS and not user.kwargs and len(user.args) == 2
             same = parts[-1:] and parts[0] in self.shapes and self.shapes[user] == self.shapes[node]
-            if sums and same and self.at[parts[0]] < self.at[node]:
+            older = sums and same and self.at[parts[0]] < self.at[node]
+            if older and not self._overwritten(parts[0], node, user):
                 return user, parts[0]
             break
         return node, None
+
+    def _overwritten(self, value: fx.Node, layer: fx.Node, end: fx.Node) -> bool:
+        """Whether a value is written in place once a layer has run, before `end` reads it."""
+
+        def writes(node: fx.Node) -> bool:
+            name = getattr(node.target, "__name__", str(node.target))
+            module = self._module(node)
+            if module is not None:
+                return bool(getattr(module, "inplace", False))
+            named = name.endswith("_") and not name.endswith("__")
+            return named or node.target in _WRITES or bool(node.kwargs.get("inplace"))
+
+        between = (n for n in value.users if self.at[layer] < self.at[n] < self.at[end])
+        return any(map(writes, between))
 
     def _flat_after(self, node: fx.Node) -> tuple[float, float] | None:
         """Where the activation is flat that is all that reads a node."""
