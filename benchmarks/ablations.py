@@ -148,6 +148,32 @@ SWEEPS = {
 }
 
 
+def show(
+    document: Document,
+    bench: Bench,
+    name: str,
+    sweep: Sweep,
+    found: Sequence[Result],
+    references: Sequence[Result],
+) -> None:
+    """The table, CSV and plot of one sweep of one set."""
+    document.add(f"### {bench.name}: {name}", tables.accuracy_table(bench.name, found))
+    document.csv(f"{bench.name}_{name}", tables.plain(bench.name, found))
+    picture = plots.accuracy(
+        document.beside(f"{bench.name}_{name}.png"),
+        bench.name,
+        sweep.label,
+        found,
+        x=_x,
+        series=lambda row: row.method.series if row.method else row.name,
+        references=references,
+        ticks=dict(enumerate(sweep.ticks)) or None,
+        log=sweep.log,
+        note=document.environment,
+    )
+    document.pictures([picture])
+
+
 def run(
     document: Document, bench: Bench, names: Sequence[str], options: argparse.Namespace
 ) -> list[Result]:
@@ -166,21 +192,7 @@ def run(
         sweep = SWEEPS[name]
         methods = [replace(m, places=options.places) for m in sweep.methods(bench, options)]
         found = harness.run(bench, methods, options.seeds)
-        document.add(f"### {bench.name}: {name}", tables.accuracy_table(bench.name, found))
-        document.csv(f"{bench.name}_{name}", tables.plain(bench.name, found))
-        picture = plots.accuracy(
-            document.beside(f"{bench.name}_{name}.png"),
-            bench.name,
-            sweep.label,
-            found,
-            x=_x,
-            series=lambda row: row.method.series if row.method else row.name,
-            references=ensemble,
-            ticks=dict(enumerate(sweep.ticks)) or None,
-            log=sweep.log,
-            note=document.environment,
-        )
-        document.pictures([picture])
+        show(document, bench, name, sweep, found, ensemble)
     if WIDTH not in names:
         return []
     methods = matchers.methods(

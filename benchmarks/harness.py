@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +96,17 @@ class Bench:
     def _normalise(self, images: Tensor) -> Tensor:
         return self.set.normalise(images).to(self.device)
 
-    def calibration(self, per_task: int, seed: int, flips: bool = True) -> data.Batches:
+    def calibration(
+        self,
+        per_task: int,
+        seed: int,
+        flips: bool = True,
+        tasks: Sequence[tuple[int, ...]] | None = None,
+    ) -> data.Batches:
+        """Of these tasks; default: of all."""
         return data.calibration(
             self.train,
-            self.set.tasks,
+            self.set.tasks if tasks is None else tasks,
             per_task,
             self._normalise,
             seed=seed,
@@ -111,12 +117,9 @@ class Bench:
     def own_calibration(self, per_task: int, seed: int, flips: bool = True) -> list[data.Batches]:
         """As many images, one loader for each task."""
         return [
-            data.calibration(
-                self.train, [task], per_task, self._normalise, seed=seed + 100 * k, flips=flips,
-                batch_size=self.sizes.batch,
-            )
+            self.calibration(per_task, seed + 100 * k, flips, [task])
             for k, task in enumerate(self.set.tasks)
-        ]  # fmt: skip
+        ]
 
     @property
     def shares_tasks(self) -> bool:
@@ -197,9 +200,8 @@ def _run(bench: Bench, method: Method, seeds: int) -> Result:
     for seed in range(seeds):
         flips = sizes.flips if method.flips is None else method.flips
         count = method.images or sizes.images
-        matching: Any = bench.calibration(count, seed, flips)
-        if method.own:
-            matching = bench.own_calibration(count, seed, flips)
+        draw = bench.own_calibration if method.own else bench.calibration
+        matching = draw(count, seed, flips)
         memory.reset_peak()
         before = memory.resident()
         try:

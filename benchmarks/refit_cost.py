@@ -10,23 +10,13 @@ merged model and each image's own model, and solves.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader
 
 import zipfx
 from benchmarks import evaluate, memory
-
-
-class Loader:
-    """Random images in batches."""
-
-    def __init__(self, images: Tensor, batch: int) -> None:
-        self.batches = images.split(batch)
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 def measured(name: str, side: int, images: int, batch: int, refit: zipfx.Refit) -> tuple[str, ...]:
@@ -37,7 +27,7 @@ def measured(name: str, side: int, images: int, batch: int, refit: zipfx.Refit) 
     for seed in range(2):
         torch.manual_seed(seed)
         models.append(torchvision.models.get_model(name).eval())
-    data = [Loader(torch.randn(images // 2, 3, side, side), batch) for _ in models]
+    data = [DataLoader(torch.randn(images // 2, 3, side, side), batch) for _ in models]
     memory.reset_peak()
     before = memory.resident()
     merged = zipfx.zip(models, data, matcher="permute", repair=refit, progress=False)

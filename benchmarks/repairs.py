@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import zipfx
-from benchmarks import checkpoints, harness, plots, tables
+from benchmarks import ablations, checkpoints, harness, tables
+from benchmarks.ablations import Sweep
 from benchmarks.document import Document
 from benchmarks.harness import Bench, Method
 
@@ -119,16 +119,6 @@ def _method(
     return Method(name, matcher, partial, repair, reset=False, own=own, **options)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """One question, and how its answer is drawn; see `benchmarks.ablations`."""
-
-    label: str
-    methods: Callable[[Bench, argparse.Namespace], list[Method]]
-    ticks: Sequence[str] = ()
-    log: bool = False
-
-
 SWEEPS = {
     "table": Sweep("layers zipped", table),
     "images": Sweep("calibration images per task", images, log=True),
@@ -157,22 +147,8 @@ def run(
     """One sweep of one set: table, costs, CSV and plot."""
     sweep = SWEEPS[name]
     found = harness.run(bench, sweep.methods(bench, options), options.seeds)
-    document.add(f"### {bench.name}: {name}", tables.accuracy_table(bench.name, found))
+    ablations.show(document, bench, name, sweep, found, references)
     document.add(tables.cost_table(found))
-    document.csv(f"{bench.name}_{name}", tables.plain(bench.name, found))
-    picture = plots.accuracy(
-        document.beside(f"{bench.name}_{name}.png"), bench.name, sweep.label, found,
-        x=_x, series=lambda row: row.method.series if row.method else row.name,
-        references=references, ticks=dict(enumerate(sweep.ticks)) or None, log=sweep.log,
-        note=document.environment,
-    )  # fmt: skip
-    document.pictures([picture])
-
-
-def _x(row: harness.Result) -> float:
-    if row.method is not None and not math.isnan(row.method.x):
-        return row.method.x
-    return row.layers[0] if row.layers else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
