@@ -14,11 +14,11 @@ ORDER = """
     errors table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched tracers trace layers replay
+    tap draw spaces labels ledger shadow untouched tracers trace layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
-    interpret nesting occurrences group places mapping verify analyze calibrate correspond observe
-    fuse pairing weigh heads rewrite assemble targets refit repair report zip
+    interpret nesting occurrences group places mapping verify analyze calibrate replay
+    correspond observe fuse pairing weigh heads rewrite assemble targets refit repair report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

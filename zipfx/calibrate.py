@@ -178,12 +178,23 @@ def example_arguments(
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
         args, kwargs = first_samples(batch, 2)
     try:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+        return in_order(forward, args, kwargs)
     except TypeError as error:
         raise ZipError(
             f"a batch does not fit the model's forward: {error}. Pass batch_to_args=..., a "
             "function from a batch to the input, a tuple of arguments, or a dict of them"
         ) from error
+
+
+def in_order(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """One value for every argument of forward, defaults included, as a graph takes them.
+
+    Raises:
+        TypeError: they are not its arguments.
+    """
+    bound = inspect.signature(forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return (*bound.args, *bound.kwargs.values())
 

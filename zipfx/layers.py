@@ -169,15 +169,21 @@ class Convolution(Layer):
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         padding = conv._reversed_padding_repeated_twice
         x = F.pad(x, padding, mode=mode) if any(padding) else x
-        for d, (k, stride, apart) in enumerate(
-            zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
-        ):
-            x = x.unfold(2 + d, (k - 1) * apart + 1, stride)[..., ::apart]
+        return self._windows(x, conv.stride)
+
+    def _windows(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+        """(B, C, ..) -> (B, P1, .., G, c, k1, ..), the view of all that the kernel meets."""
+        conv = self.module
+        sizes = zip(conv.kernel_size, strides, conv.dilation, strict=True)
+        for i, (k, stride, apart) in enumerate(sizes):
+            x = x.unfold(2 + i, (k - 1) * apart + 1, stride)[..., ::apart]
+        grouped: Tensor = x.unflatten(1, (conv.groups, -1))
         d = len(conv.kernel_size)
-        return _grouped_after(x, conv.groups, d)
+        return grouped.movedim((1, 2), (1 + d, 2 + d))
 
     def results(self, y: Tensor) -> Tensor:
-        return _grouped_last(y, self.groups)
+        grouped: Tensor = y.unflatten(1, (self.groups, -1))
+        return grouped.movedim((1, 2), (-2, -1))
 
     def weight(self) -> Tensor:
         rows = self.module.weight.detach().double().flatten(1)
@@ -189,22 +195,12 @@ class Convolution(Layer):
 
 
 @dataclass(frozen=True)
-class Transposed(Layer):
+class Transposed(Convolution):
     """`nn.ConvTranspose1d`, `2d`, `3d`: a convolution, with its kernel turned round, of the input
     with zeros between its entries."""
 
-    channel = 1
-
-    @property
-    def groups(self) -> int:
-        found: int = self.module.groups
-        return found
-
-    def takes(self, shape: torch.Size) -> bool:
-        return len(shape) == 2 + len(self.module.kernel_size)
-
     def patches(self, x: Tensor) -> Tensor:
-        conv, d = self.module, len(self.module.kernel_size)
+        conv = self.module
         sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], conv.stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
         every: Any = (..., *(slice(None, None, s) for s in conv.stride))
@@ -212,13 +208,8 @@ class Transposed(Layer):
         reach = [(k - 1) * a for k, a in zip(conv.kernel_size, conv.dilation, strict=True)]
         ends = zip(reach, conv.padding, conv.output_padding, strict=True)
         margins = [m for r, p, more in reversed([*ends]) for m in (r - p, r - p + more)]
-        x = F.pad(spread, margins)  # a negative margin crops
-        for i, (r, apart) in enumerate(zip(reach, conv.dilation, strict=True)):
-            x = x.unfold(2 + i, r + 1, 1)[..., ::apart]
-        return _grouped_after(x, conv.groups, d)
-
-    def results(self, y: Tensor) -> Tensor:
-        return _grouped_last(y, self.groups)
+        # a negative margin crops
+        return self._windows(F.pad(spread, margins), [1] * len(reach))
 
     def weight(self) -> Tensor:
         kernel: Tensor = self.module.weight.detach().double()
@@ -299,18 +290,6 @@ def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return view(module, norm)
     return Norm(module) if is_batch_norm(module) and module.affine else None
-
-
-def _grouped_after(x: Tensor, groups: int, positions: int) -> Tensor:
-    """(B, C, P1, .., k1, ..) -> (B, P1, .., G, c, k1, ..)"""
-    grouped: Tensor = x.unflatten(1, (groups, -1))
-    return grouped.movedim((1, 2), (1 + positions, 2 + positions))
-
-
-def _grouped_last(y: Tensor, groups: int) -> Tensor:
-    """(B, O, P1, ..) -> (B, P1, .., G, o)"""
-    grouped: Tensor = y.unflatten(1, (groups, -1))
-    return grouped.movedim((1, 2), (-2, -1))
 
 
 def samples(view: Tensor, dims: int, step: int, offset: Sequence[int], images: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError
+from zipfx.replay import evaluating
 from zipfx.trace import clone_tensors, is_batch_norm
 
 
@@ -30,16 +31,14 @@ def repair_batch_norm(module: nn.Module, data: Calibration, *, progress: bool = 
     norms = [m for m in module.modules() if is_batch_norm(m)]
     if not norms:
         return 0
-    modes = [(m, m.training) for m in module.modules()]
     momenta = [m.momentum for m in norms]
     batches = 0
     try:
-        module.eval()
-        for norm in norms:
-            norm.reset_running_stats()  # type: ignore[operator]
-            norm.momentum = None  # type: ignore[assignment]
-            norm.training = True
-        with torch.no_grad():
+        with evaluating(module), torch.no_grad():
+            for norm in norms:
+                norm.reset_running_stats()  # type: ignore[operator]
+                norm.momentum = None  # type: ignore[assignment]
+                norm.training = True
             for args, kwargs in tqdm(data, desc="zipfx: repair", disable=not progress, leave=False):
                 module(*clone_tensors(args), **clone_tensors(kwargs))
                 batches += 1
@@ -51,8 +50,6 @@ def repair_batch_norm(module: nn.Module, data: Calibration, *, progress: bool = 
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for m, mode in modes:
-            m.training = mode
     if not batches:
         raise ZipError("the calibration data is empty: there is nothing to repair BatchNorm with")
     return batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.calibrate import in_order
 from zipfx.errors import ZipError, first_line
 from zipfx.trace import alias, clone_tensors
 from zipfx.untouched import untouched
@@ -78,11 +78,9 @@ def positional(
         ZipError: they are not its arguments.
     """
     try:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+        return in_order(forward, args, kwargs)
     except TypeError as error:
         raise ZipError(f"a calibration batch does not fit the model's forward: {error}") from error
-    bound.apply_defaults()
-    return (*bound.args, *bound.kwargs.values())
 
 
 @contextmanager

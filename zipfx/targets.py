@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import add, iadd, imul, isub, setitem
+from operator import add, iadd
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.assemble import Assembly
 from zipfx.calibrate import first_samples
+from zipfx.correspond import tensors_at
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
@@ -31,9 +32,9 @@ from zipfx.matrices import Linear, Merge
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.trace import is_batch_norm
+from zipfx.tracers import is_in_place
 
 _ADDS = (add, iadd, torch.add, "add", "add_")
-_WRITES = (iadd, isub, imul, setitem)
 #: what hands its input on as it is, in eval mode
 _PASSING = (nn.Identity, nn.modules.dropout._DropoutNd)
 _PASSING_CALLS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth")
@@ -97,11 +98,8 @@ class _Planner:
         self.merges = [job.matched[s.name][0] for s in job.analysis.spaces]
         self.nodes = list(merged.graph.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
-        self.uses: dict[int, int] = {}
-        for node in self.nodes:
-            for t in self._parameters(node):
-                self.uses[id(t)] = self.uses.get(id(t), 0) + 1
-        self.weighted = [n for n in self.nodes if next(self._parameters(n), None) is not None]
+        self.uses = Counter(id(t) for node in self.nodes for t in self._parameters(node))
+        self.weighted = [node for node in self.nodes if self._parameters(node)]
         self.calls = Counter(id(self._module(node)) for node in self.nodes)
         self.shapes = shapes(merged, job.inputs)
         self.alone: dict[fx.Node, torch.Size] = {}  # of one image
@@ -127,16 +125,9 @@ class _Planner:
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self.merged.get_submodule(str(node.target)) if node.op == "call_module" else None
 
-    def _parameters(self, node: fx.Node) -> Iterator[Tensor]:
+    def _parameters(self, node: fx.Node) -> list[nn.Parameter]:
         """The parameters that a node itself brings in."""
-        module = self._module(node)
-        if module is not None:
-            yield from module.parameters()
-        elif node.op == "get_attr":
-            parent, _, name = str(node.target).rpartition(".")
-            t = getattr(self.merged.get_submodule(parent), name)
-            if isinstance(t, nn.Parameter):
-                yield t
+        return [t for t in tensors_at(self.merged, node) if isinstance(t, nn.Parameter)]
 
     def _step(self, node: fx.Node, norm: fx.Node | None) -> Step | None:
         module = self._module(node)
@@ -217,12 +208,10 @@ class _Planner:
         """Whether a value is written in place once a layer has run, before `end` reads it."""
 
         def writes(node: fx.Node) -> bool:
-            name = getattr(node.target, "__name__", str(node.target))
             module = self._module(node)
             if module is not None:
                 return bool(getattr(module, "inplace", False))
-            named = name.endswith("_") and not name.endswith("__")
-            return named or node.target in _WRITES or bool(node.kwargs.get("inplace"))
+            return is_in_place(node.target) or bool(node.kwargs.get("inplace"))
 
         between = (n for n in value.users if self.at[layer] < self.at[n] < self.at[end])
         return any(map(writes, between))

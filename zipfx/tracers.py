@@ -48,6 +48,12 @@ def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
+def is_in_place(target: Any) -> bool:
+    """Whether a function or a method writes to its first argument, going by its name."""
+    name = _name(target)
+    return target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
+
+
 def _notrace(kind: str) -> tuple[Any, ...]:
     """What timm says must not be traced through, if the caller uses timm."""
     registry = sys.modules.get("timm.models._features_fx")
@@ -292,8 +298,7 @@ class ExampleTracer(Tracer):
             proxy.about = f"a {args[1]}"
         elif number and proxy.given:
             proxy.about = next((p.about for p in used if p.given and p.about != _SHAPE), _SHAPE)
-        in_place = target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
-        if used and in_place:
+        if used and is_in_place(target):
             used[0].given |= proxy.given
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
