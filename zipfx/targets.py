@@ -31,8 +31,10 @@ from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
+from zipfx.spaces import Role
 from zipfx.trace import is_batch_norm
 from zipfx.tracers import is_in_place
+from zipfx.unfold import PART_KEY
 
 _ADDS = (add, iadd, torch.add, "add", "add_")
 #: what hands its input on as it is, in eval mode
@@ -139,7 +141,7 @@ class _Planner:
         if (
             layer is None
             or not layer.takes(self.shapes[node])
-            or (head is not None and node.meta[SOURCE_KEY] in self.idle[head])
+            or (head is not None and self._origin(node) in self.idle[head])
         ):
             return None
         end = norm or node
@@ -148,13 +150,14 @@ class _Planner:
             target, skip = end, None
         name = target.meta[SOURCE_KEY]
         shape = layer.weight().shape[:2]
-        found = (
-            self._merged_features(name, layer, shape.numel())
-            if head is None
-            else self._own_features(head, shape.numel())
-        )
-        if found is None:
-            return None
+        if head is not None:
+            found = self._own_features(head, shape.numel())
+        else:
+            part = PART_KEY in target.meta
+            made = self._made_by_rows(target) if part else self._made_at(name, layer)
+            if made is None:
+                return None
+            found = self._merged_features(made, shape.numel())
         asked = tuple(a.reshape(shape) for a in found[1])
         images = self._images(node) if layer.channel == -1 else 0
         flat = self._flat_after(target)
@@ -197,7 +200,11 @@ class _Planner:
                 continue
             parts = [a for a in user.args if isinstance(a, fx.Node) and a is not end]
             sums = user.target in _ADDS and not user.kwargs and len(user.args) == 2
-            same = parts[-1:] and parts[0] in self.shapes and self.shapes[user] == self.shapes[node]
+            same = (
+                parts[-1:]
+                and parts[0] in self.shapes
+                and self.shapes.get(user) == self.shapes[node]
+            )
             older = sums and same and self.at[parts[0]] < self.at[node]
             if older and not self._overwritten(parts[0], node, user):
                 return user, parts[0]
@@ -225,19 +232,21 @@ class _Planner:
         bounds = {_FLAT.get(kind) for kind in kinds}
         return bounds.pop() if len(bounds) == 1 else None
 
+    def _origin(self, node: fx.Node) -> str:
+        """Name of the node of the model's graph that a node comes from, or is a part of."""
+        found: str = node.meta[PART_KEY][0] if PART_KEY in node.meta else node.meta[SOURCE_KEY]
+        return found
+
     def _own_features(self, k: int, width: int) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
         """In a head: those of its model, on its own data."""
         asked = [torch.tensor(self.sources == 1 or j == k) for j in range(self.sources)]
         return [{k: torch.ones(width)}] * self.sources, [a.expand(width) for a in asked]
 
-    def _merged_features(
-        self, name: str, layer: Layer, width: int
-    ) -> tuple[list[dict[int, Tensor]], list[Tensor]] | None:
-        """In the trunk: M times the models' features. With data of its own a model's features alone
-        are asked for, renormalised, and only where it has a share of the merged feature.
+    def _made_at(self, name: str, layer: Layer) -> list[tuple[Tensor, Merge]] | None:
+        """The spaces whose features a layer makes, as they lie in the value of a node.
 
-        None: the features of the target do not lie where the layer puts them. They may have other
-        labels at other positions (as after a position code), but must be in the same places.
+        None: they do not lie where the layer puts them. They may have other labels at other
+        positions (as after a position code), but must be in the same places.
         """
         value = self.analysis.facts.nodes[self.number[name]].values[0]
         channel = layer.channel % len(value.shape)
@@ -255,6 +264,29 @@ class _Planner:
             if moved != set(first) or any(other != first for other in others):
                 return None
             made += [(index, self.merges[s]) for s, index in tables[0]]
+        return made
+
+    def _made_by_rows(self, node: fx.Node) -> list[tuple[Tensor, Merge]] | None:
+        """The same of some rows of a parameter; None: spaces cross their ends."""
+        _, parameter, start, stop = node.meta[PART_KEY]
+        made = []
+        for space, merge in zip(self.analysis.spaces, self.merges, strict=True):
+            for axis in space.axes:
+                if (axis.parameter, axis.dim) != (parameter, 0) or axis.implied:
+                    continue
+                inside = (axis.index >= start) & (axis.index < stop)
+                mine = inside.all(0)
+                if axis.role == Role.CONSUMES or axis.by >= 0 or bool(inside[:, ~mine].any()):
+                    return None
+                if bool(mine.any()):
+                    made.append((axis.index[:, mine] - start, merge))
+        return made
+
+    def _merged_features(
+        self, made: Sequence[tuple[Tensor, Merge]], width: int
+    ) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
+        """In the trunk: M times the models' features. With data of its own a model's features alone
+        are asked for, renormalised, and only where it has a share of the merged feature."""
         if made:
             whole = {k: made_matrix(width, made, k) / len(self.models) for k in self.models}
         else:  # the outputs of the network, which may be many

@@ -37,6 +37,7 @@ from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.targets import plan_targets
 from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
+from zipfx.unfold import unfold
 from zipfx.weigh import match_weights
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
@@ -204,9 +205,10 @@ def zip(
             if repair == "bn" and data is not None:
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
             elif isinstance(refitting, Refit) and data is not None:
-                steps, left = plan_targets(merged, job, plans, len(data.loaders))
+                wide, *wides = [unfold(m) for m in (merged, *modules)]
+                steps, left = plan_targets(wide, job, plans, len(data.loaders))
                 refits, counts["repair"] = refit(
-                    merged, modules, steps, data, refitting, progress=progress
+                    wide, wides, steps, data, refitting, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]

@@ -1,0 +1,167 @@
+"""Unfold: what a node keeps inside becomes modules of their own, on the same memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import error, heads_error, merge, permuted, run
+from torch import Tensor, fx, nn
+
+from zipfx.trace import trace
+from zipfx.unfold import unfold
+
+UNCHANGED = 1e-9
+
+
+class Attending(nn.Module):
+    """Self-attention, masked, and attention to something else."""
+
+    def __init__(
+        self, batch_first: bool = True, bias: bool = True, other: int | None = None
+    ) -> None:
+        super().__init__()
+        self.first = batch_first
+        self.a, self.other = nn.Linear(5, 16), nn.Linear(5, other or 16)
+        self.own = nn.MultiheadAttention(16, 4, batch_first=batch_first, bias=bias)
+        self.cross = nn.MultiheadAttention(16, 2, batch_first=True, kdim=other, vdim=other)
+        self.up, self.h = nn.Linear(16, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, read = torch.tanh(self.a(x)), torch.tanh(self.other(x))
+        mask = torch.zeros(6, 6, dtype=torch.bool)
+        mask[:, 4:] = True
+        z = y if self.first else y.transpose(0, 1)
+        z = self.own(z, z, z, need_weights=False, attn_mask=mask)[0]
+        y = y + (z if self.first else z.transpose(0, 1))
+        mixed, shares = self.cross(query=y, value=read, key=read)
+        made: Tensor = self.h(torch.relu(self.up(y + mixed)).mean(1))
+        mean: Tensor = shares.mean()
+        return made + mean
+
+
+class Given(nn.Module):
+    """Weights that are given to functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(8, 3, 3, 3) / 5)
+        self.b, self.of_b = nn.Parameter(torch.randn(8, 4, 1, 1) / 2), nn.Parameter(torch.randn(8))
+        self.h = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(F.conv2d(x, self.a, None, 2, padding=(1, 1)))
+        x = torch.relu(F.conv2d(x, self.b, bias=self.of_b, groups=2))
+        return F.linear(x.mean((2, 3)), self.h)
+
+
+WORDS, IMAGES = (8, 6, 5), (8, 3, 6, 6)
+NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "packed": (Attending, WORDS),
+    "time first": (lambda: Attending(batch_first=False), WORDS),
+    "separate": (lambda: Attending(other=6), WORDS),
+    "no bias": (lambda: Attending(bias=False), WORDS),
+    "functions": (Given, IMAGES),
+}
+nets = pytest.mark.parametrize(("build", "shape"), NETS.values(), ids=NETS)
+
+
+def made(build: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = build().double().eval()
+    for name, t in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(t, std=0.3)
+    return model
+
+
+def batches(shape: tuple[int, ...], count: int = 6) -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(shape, generator=generator).double(),) for _ in range(count)]
+
+
+@nets
+def test_the_function_and_the_names_stay(build: Any, shape: tuple[int, ...]) -> None:
+    model = made(build)
+    module = trace(model, inputs=batches(shape)[0])
+    wide = unfold(module)
+    x = batches(shape, 3)[2]
+    assert error(run(model, x), run(wide, x)) < 1e-12
+    names = [node.name for node in wide.graph.nodes]
+    kept = [n.name for n in module.graph.nodes if n.op not in ("get_attr",)]
+    assert [n for n in names if n in kept] == kept
+
+
+@nets
+def test_what_is_written_there_is_written_to_the_model(build: Any, shape: tuple[int, ...]) -> None:
+    model = copy.deepcopy(made(build))
+    wide = unfold(trace(model, inputs=batches(shape)[0]))
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in wide.parameters():
+            p.add_(1)
+    assert all(torch.equal(p, was + 1) for p, was in zip(model.parameters(), before, strict=True))
+
+
+class Declined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.biased = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        self.zeros = nn.MultiheadAttention(8, 2, add_zero_attn=True)
+        self.twice, self.tuple = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2)
+        self.weight, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kernel = nn.Parameter(torch.randn(8, 8, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.biased(x, x, x)[0] + self.zeros(x, x, x)[0]
+        x = self.twice(x, x, x)[0] + self.twice(x, x, x)[0]
+        x = F.conv1d(x.mT, self.kernel, padding=x.shape[0]).mT[:, : x.shape[1]]
+        x = F.linear(x, self.weight.weight * 2) + self.shared(F.linear(x, self.shared.weight))
+        return x, self.tuple(x, x, x)
+
+
+def test_what_can_not_be_unfolded_stays_as_it_is() -> None:
+    module = fx.symbolic_trace(Declined())
+    assert str(unfold(module).graph) == str(module.graph)
+
+
+def test_the_model_is_not_touched() -> None:
+    module = trace(made(Attending), inputs=batches(WORDS)[0])
+    graph, names = str(module.graph), list(dict(module.named_modules()))
+    unfold(module)
+    assert (str(module.graph), list(dict(module.named_modules()))) == (graph, names)
+
+
+# ------------------------------------------------------------------ refit
+@nets
+def test_law_3_nothing_changes_where_the_merge_is_exact(build: Any, shape: Any) -> None:
+    model, data = made(build), batches(shape)
+    models = [model, permuted(model, data[0])]
+    merged = merge(models, data, matcher="permute", repair="refit")
+    assert error(run(model, data[0]), run(merged, data[0])) < UNCHANGED
+    assert not any(r.changed for r in merged.meta["zipfx"].refits)
+
+
+@pytest.mark.parametrize("cut", ["a", "own", "cross", "up"])
+def test_law_3_at_every_cut(cut: str) -> None:
+    model, data = made(Attending), batches(WORDS)
+    models = [model, permuted(model, data[0])]
+    merged = merge(models, data, partial=cut, matcher="permute", repair="refit")
+    assert heads_error(merged, [run(model, data[0])] * 2, data[0]) < UNCHANGED
+
+
+@nets
+def test_every_layer_gets_nearer(build: Any, shape: tuple[int, ...]) -> None:
+    models, data = [made(build, seed) for seed in range(2)], batches(shape, 40)
+    merged = merge(models, data, matcher="permute", repair="refit")
+    report = merged.meta["zipfx"]
+    assert not any("not refitted" in note for note in report.notes)
+    parts = ("query", "key", "value", "out_proj")
+    attention = [f"{of}.{part}" for of in ("own", "cross") for part in parts]
+    expected = ["a", "other", *attention, "up", "h"] if build is not Given else ["a", "b", "h"]
+    assert [r.name for r in report.refits] == expected
+    assert all(r.after < r.before for r in report.refits if r.changed)
+    assert {r.name for r in report.refits if not r.changed} <= {"a", "other"}  # they read the data
