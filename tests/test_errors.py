@@ -175,6 +175,7 @@ def test_no_data_with_example_inputs() -> None:
         ([()], r"a calibration batch is a tuple; .*batch_to_args="),
         ([{"y": batch()}], r"a batch does not fit the model's forward: .*batch_to_args="),
         ([[batch(), batch()], [batch(), batch()]], r"could be 2 batches or one loader per model"),
+        ([[(batch(), 0), (batch(), 1)]] * 2, r"a list of 2 lists, which could be 2 batches"),
     ],
     ids=[
         "number",
@@ -186,6 +187,7 @@ def test_no_data_with_example_inputs() -> None:
         "empty tuple",
         "wrong key",
         "twofold",
+        "twofold pairs",
     ],
 )
 def test_bad_data(data: Any, says: str) -> None:

@@ -269,6 +269,22 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
         assert (both.samples is not None) == (few >= 40)
 
 
+@pytest.mark.parametrize("few", [0, 30])
+def test_samples_may_come_one_by_one(few: int) -> None:
+    """They wait for one another, also when their sum is asked for in between."""
+    torch.manual_seed(0)
+    x = torch.randn(70, 40).double() + 5
+    whole, single = Moments(few), Moments(few)
+    whole.add(x)
+    for i in range(70):
+        single.add(x[i : i + 1])
+        if i % 13 == 0:
+            assert torch.allclose(single.covariance(), torch.cov(x[: i + 1].T, correction=0))
+    assert torch.allclose(single.covariance(), whole.covariance())
+    assert torch.allclose(single.merged(whole).mean, x.mean(0))
+    assert single.samples is None
+
+
 def test_an_activation_s_flat_side_asks_for_nothing() -> None:
     """Alternating: outputs that are on the flat side with their targets are left where they are."""
     torch.manual_seed(0)

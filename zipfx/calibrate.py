@@ -120,8 +120,8 @@ def calibration(
     else:
         if isinstance(data, Sequence) and len(data) == models and all(map(_ambiguous, data)):
             raise ZipError(
-                f"calib_loader is a list of {models} lists of tensors, which could be {models} "
-                "batches or one loader per model; pass DataLoaders, or batches as tuples"
+                f"calib_loader is a list of {models} lists, which could be {models} batches or one "
+                "loader per model; pass DataLoaders, or batches as tuples"
             )
         loaders = (data,)
     kept = tuple(list(x) if isinstance(x, Iterator) else x for x in loaders)  # they run once
@@ -133,10 +133,13 @@ def _is_loader(x: Any) -> bool:
 
 
 def _ambiguous(x: Any) -> bool:
+    """A list of what could be batches, or the parts of one."""
+    if not isinstance(x, list) or not x:
+        return False
+    if all(isinstance(t, (tuple, list, Mapping)) for t in x):
+        return True
     return (
-        isinstance(x, list)
-        and len(x) > 0
-        and all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1 for t in x)
+        all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1 for t in x)
         and len({t.shape[1:] for t in x}) == 1
     )
 

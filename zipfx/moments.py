@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_WAIT = 4  # samples wait until there are a quarter as many as columns
+
 
 class Moments:
     """Accumulates the first two moments of the columns of (..., S, n) samples.
@@ -18,7 +20,8 @@ class Moments:
     count: samples seen; shift: (..., n); total: (..., n) float64, the sum of the shifted samples;
     second: (..., m, n) float64, the sum of the products of the first m columns (default: all) with
     all; squares: (..., n) float64, where they are not all in there; few: as long as there are no
-    more samples, they are kept as they are, which is smaller than the sum of their products.
+    more samples, they are kept as they are, which is smaller than the sum of their products. Later
+    samples wait until there are enough for a product of matrices to be worth its n^2 additions.
 
     >>> a, b = Moments(), Moments()
     >>> a.add(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
@@ -50,28 +53,38 @@ class Moments:
         if self.first is not None:
             self.squares += x.square().sum(-2).double()
         self.count += x.shape[-2]
-        if self._second is None and self.count <= self.few:
-            self._rows.append(x)
-        elif self._second is None and not self._rows:
-            self._second = (x[..., : self.first].mT @ x).double()
-        else:
-            self._second = self.second.add_(x[..., : self.first].mT @ x)
-            self._rows = []
+        self._rows.append(x)
+        waiting = sum(rows.shape[-2] for rows in self._rows)
+        if not self._kept and waiting * _WAIT >= x.shape[-1]:
+            self._sum_up()
+
+    @property
+    def _kept(self) -> bool:
+        """Whether all samples are still there."""
+        return self._second is None and self.count <= self.few
+
+    def _products(self) -> Tensor:
+        x = self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, -2)
+        return x[..., : self.first].mT @ x
+
+    def _sum_up(self) -> None:
+        known, found = self._second, self._products()
+        self._second, self._rows = found.double() if known is None else known.add_(found), []
 
     @property
     def second(self) -> Tensor:
         """(..., m, n) float64."""
-        if self._second is not None:
-            return self._second
-        found = self.total.new_zeros(*self.total[..., : self.first].shape, self.total.shape[-1])
-        for x in self._rows:
-            found += x[..., : self.first].mT @ x
-        return found
+        if self._kept:
+            return self._products().double()
+        if self._rows:
+            self._sum_up()
+        assert self._second is not None
+        return self._second
 
     @property
     def samples(self) -> Tensor | None:
         """(..., S, n) float64, less the shift, as long as they are few."""
-        return torch.cat(self._rows, -2).double() if self._rows else None
+        return torch.cat(self._rows, -2).double() if self._kept and self._rows else None
 
     def merged(self, other: Moments) -> Moments:
         """The moments of the samples of both; neither is modified."""
@@ -83,7 +96,7 @@ class Moments:
         both.total = self.total + other.total + other.count * apart
         both.squares = self.squares + other.squares + 2 * other.total * apart
         both.squares += other.count * apart.square()
-        if self._rows and other._rows and both.count <= self.few:
+        if self._kept and other._kept and both.count <= self.few:
             both._rows = [*self._rows, *(x + apart.unsqueeze(-2) for x in other._rows)]
             return both
         both._second = self.second + other.second
