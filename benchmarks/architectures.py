@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -463,7 +464,9 @@ def main() -> None:
     parser.add_argument(
         "--small", type=float, default=1e12, help="parameters up to which --quick looks at law 2"
     )
-    parser.add_argument("--rows", type=argparse.FileType("a"), help="file for rows as JSON lines")
+    parser.add_argument(
+        "--rows", type=Path, help="file for rows as JSON lines; models in it are not measured again"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -472,8 +475,13 @@ def main() -> None:
         for row in stages(*chosen[0]):
             print(json.dumps(dataclasses.asdict(row)), flush=True)
         return
+    stored = options.rows.read_text().splitlines() if options.rows and options.rows.exists() else []
+    known = {(row.model, row.source): row for row in (Row(**json.loads(line)) for line in stored)}
     rows = []
     for name, source in chosen:
+        if (name, source) in known:
+            rows.append(known[name, source])
+            continue
         rows.append(
             quick(name, source, options.small)
             if options.quick
@@ -481,7 +489,8 @@ def main() -> None:
         )
         print(*rows[-1].cells(), *rows[-1].failures, flush=True)
         if options.rows:
-            print(json.dumps(dataclasses.asdict(rows[-1])), file=options.rows, flush=True)
+            with options.rows.open("a") as file:
+                print(json.dumps(dataclasses.asdict(rows[-1])), file=file)
     evaluate.publish(report(rows), options.out)
 
 

@@ -19,6 +19,7 @@ from torchvision.models import get_model
 import zipfx
 from benchmarks import (
     ablations,
+    architectures,
     checkpoints,
     data,
     evaluate,
@@ -342,3 +343,22 @@ def test_a_matcher_that_fails_leaves_a_row_without_numbers(cifar: Path, tmp_path
     )
     assert "| too large | - | - |" in table
     assert "No numbers for too large: " in table
+
+
+def test_architectures_go_on_where_they_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, out = tmp_path / "rows.json", tmp_path / "table.md"
+    options = ["architectures", "--quick", "--rows", str(rows), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*options, "--only", "squeezenet1_1"])
+    architectures.main()
+    first = out.read_text()
+    assert "| squeezenet1_1 |" in first
+    assert "exact 1 of 1" in first
+    assert len(rows.read_text().splitlines()) == 1
+    monkeypatch.setattr(architectures, "quick", lambda *_: pytest.fail("measured again"))
+    architectures.main()
+    table = [
+        [line for line in text.splitlines() if "|" in line] for text in (first, out.read_text())
+    ]
+    assert table[0] == table[1]
