@@ -175,7 +175,13 @@ def test_no_data_with_example_inputs() -> None:
         ([()], r"a calibration batch is a tuple; .*batch_to_args="),
         ([{"y": batch()}], r"a batch does not fit the model's forward: .*batch_to_args="),
         ([[batch(), batch()], [batch(), batch()]], r"could be 2 batches or one loader per model"),
-        ([[(batch(), 0), (batch(), 1)]] * 2, r"a list of 2 lists, which could be 2 batches"),
+        (
+            [[{"x": batch()}]] * 2,
+            r"a list of 2 lists, which could be 2 batches .*\[\(x,\), \.\.\.\]",
+        ),
+        ([DataLoader(batch())] * 3, r"a list of 3, with loaders in it, for 2 models: pass one"),
+        ([DataLoader(batch())], r"a list of 1, with loaders in it, for 2 models"),
+        ([DataLoader(batch()), batch()], r"calib_loader\[1\] is a Tensor, beside loaders"),
     ],
     ids=[
         "number",
@@ -187,7 +193,10 @@ def test_no_data_with_example_inputs() -> None:
         "empty tuple",
         "wrong key",
         "twofold",
-        "twofold pairs",
+        "twofold dicts",
+        "three loaders",
+        "one loader",
+        "a loader and a tensor",
     ],
 )
 def test_bad_data(data: Any, says: str) -> None:
@@ -256,13 +265,37 @@ def test_bad_alpha(alpha: float) -> None:
         zipfx.Zip(alpha=alpha)
 
 
-@pytest.mark.parametrize("k", [-1, 2])
-def test_a_head_that_is_not_there(k: int) -> None:
+@pytest.mark.parametrize("k", [-1, 2, "0"])
+def test_a_head_that_is_not_there(k: Any) -> None:
     merged = merge([mlp(), mlp(seed=1)], [(batch(),)], partial="fc2")
-    with pytest.raises(ZipError, match=rf"there is no head {k}: the merged model has 2 heads"):
+    with pytest.raises(ZipError, match=rf"there is no head {k!r}: the merged model has 2 heads"):
         zipfx.head(merged, k)
     with pytest.raises(ZipError, match=r"there is no head 0.*full zip has one output"):
         zipfx.head(merge([mlp(), mlp(seed=1)], [(batch(),)]), 0)
+
+
+@pytest.mark.parametrize("matcher", ["weights", "identity"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_no_activation_has_shown_to_be_broken(matcher: str, value: float) -> None:
+    models = [mlp(), mlp(seed=1)]
+    with torch.no_grad():
+        models[1].fc2.weight[2, 3] = value  # type: ignore[union-attr]
+    refuse(models, None, r"parameter 'fc2.weight' of model 1 holds NaN or Inf", matcher=matcher)
+
+
+def test_a_model_that_is_compiled() -> None:
+    refuse([mlp(), torch.compile(mlp(seed=1))], [(batch(),)], r"model 1 was compiled .*the module")
+
+
+def test_a_device_that_is_not_there() -> None:
+    refuse([mlp(), mlp(seed=1)], [(batch(),)], r"device='cuda:99' is none: ", device="cuda:99")
+    refuse([mlp(), mlp(seed=1)], [(batch(),)], r"device='attic' is none: ", device="attic")
+
+
+def test_data_of_another_shape_is_named_as_such() -> None:
+    models, wide = [mlp(), mlp(seed=1)], torch.zeros(4, 7).double()
+    refuse(models, [(wide,)], r"fails on the first samples of calib_loader: mat1 and mat2")
+    refuse(models, [(batch(),)], r"fails on example_inputs: mat1 and mat2", example_inputs=wide)
 
 
 def test_a_permutation_that_is_none() -> None:

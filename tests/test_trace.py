@@ -433,3 +433,46 @@ class NoCopy(nn.Linear):
 def test_a_model_that_can_not_be_copied() -> None:
     with pytest.raises(zipfx.ZipError, match=r"the NoCopy can not be copied \(never\)"):
         trace(NoCopy(2, 2))
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+@fx.wrap
+def sign(x: Tensor) -> Tensor:
+    found: Tensor = Sign.apply(x)
+    return found
+
+
+class Binary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.function = nn.Linear(3, 4), Sign.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.function(self.a(x))
+        return found
+
+
+class Wrapped(Binary):
+    def forward(self, x: Tensor) -> Tensor:
+        return sign(self.a(x))
+
+
+def test_a_backward_that_is_lost_is_noted() -> None:
+    (note,) = trace(Binary()).meta[NOTES]
+    assert "the backward of Sign is not part of the result" in note
+    (note,) = trace(Binary(), inputs=[torch.randn(2, 3)]).meta[NOTES]
+    assert "marked with torch.fx.wrap" in note
+    kept = trace(Wrapped())
+    assert kept.meta[NOTES] == []
+    kept(torch.randn(2, 3)).sum().backward()
+    assert kept.a.weight.grad is not None
+    assert kept.a.weight.grad.any()

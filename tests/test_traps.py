@@ -173,6 +173,7 @@ def test_heads_can_be_cut_out_after_pickling() -> None:
     again = pickle.loads(pickle.dumps(merged))
     for k in (0, 1):
         assert torch.equal(zipfx.head(again, k)(x), merged(x)[k])
+    assert again.meta["zipfx"] == merged.meta["zipfx"]
 
 
 def test_the_name_of_the_heads_is_taken() -> None:

@@ -125,6 +125,47 @@ def test_matching_is_reported() -> None:
     assert "0.weight" in text  # the input channels are pinned, and it says so
 
 
+class Fused(nn.Module):
+    """Kernels that torch's FLOP counter can not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.l = nn.Linear(5, 8), nn.LSTM(8, 8, batch_first=True)
+        self.m, self.h = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(self.e(x))[0]
+        out: Tensor = self.h(self.m(y, y, y)[0])
+        return out
+
+
+def test_flops_inside_fused_kernels_count() -> None:
+    merged = zipfx.zip([Fused(), Fused()], [torch.randn(4, 6, 5)], progress=False)
+    attention = 4 * 8 * 8 + 2 * 6 * 8  # projections; scores and sums, for each of 6 steps
+    by_hand = 2 * 6 * (5 * 8 + 4 * 8 * (8 + 8) + attention + 8 * 3)
+    assert merged.meta["zipfx"].flops == by_hand
+
+
+def test_too_few_samples_are_noted() -> None:
+    models, x = [network(4, 0), network(4, 1)], images(1, 8)[0]
+    notes = zipfx.zip(models, [x], progress=False).meta["zipfx"].notes
+    assert not any("few calibration samples" in note for note in notes)
+    wide = [nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 2)) for _ in range(2)]
+    (note,) = zipfx.zip(wide, [torch.randn(9, 3)], progress=False).meta["zipfx"].notes
+    assert "fewer than features in 1 of 1 spaces (9 for the 40 features of '0')" in note
+
+
+def test_loaders_may_be_lists_of_tuples() -> None:
+    models, (a, b) = [network(4, 0), network(4, 1)], images(2)
+    as_lists = zipfx.zip(models, [[(a, 0), (a, 1)], [(b,)]], progress=False)
+    loaders = [torch.utils.data.DataLoader(x.repeat(n, 1, 1, 1), 16) for x, n in ((a, 2), (b, 1))]
+    as_loaders = zipfx.zip(models, loaders, progress=False)
+    assert as_lists.meta["zipfx"].batches == as_loaders.meta["zipfx"].batches == {
+        "observe": 3, "repair": 3,
+    }  # fmt: skip
+    assert close(as_lists(a), as_loaders(a))
+
+
 def test_device_argument_does_not_move_the_models() -> None:
     a, b = network(4, 0), network(4, 1)
     before = copy.deepcopy(a.state_dict())

@@ -107,9 +107,15 @@ def analyze(
 
 
 def run_analysis(
-    module: fx.GraphModule, inputs: Sequence[Any], *, verify: bool = True, seed: int = 0
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    verify: bool = True,
+    seed: int = 0,
+    given: str = "example_inputs",
 ) -> Analysis:
-    """`analyze` for a traced module, keeping the facts that later stages need."""
+    """`analyze` for a traced module, keeping the facts that later stages need; given: what messages
+    call the inputs."""
     devices = sorted({t.device.index or 0 for t in module.parameters() if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
@@ -118,8 +124,8 @@ def run_analysis(
             raise
         except Exception as error:
             raise ZipError(
-                f"the traced model fails on example_inputs: {first_line(error)}. Pass inputs that "
-                "the model itself accepts (example_inputs=...)"
+                f"the traced model fails on {given}: {first_line(error)}. Pass inputs that the "
+                "model itself accepts"
             ) from error
         grouping = group(facts)
         found = Analysis(module, facts, grouping, _find_spaces(module, facts, grouping, {}))

@@ -115,21 +115,38 @@ def calibration(
             f"calib_loader is a {type(data).__name__}; pass an iterable of batches, such as a "
             "DataLoader or a list of tensors (a single batch x: [x])"
         )
-    if isinstance(data, Sequence) and len(data) == models and all(map(_is_loader, data)):
-        loaders = tuple(data)
-    else:
-        if isinstance(data, Sequence) and len(data) == models and all(map(_ambiguous, data)):
-            raise ZipError(
-                f"calib_loader is a list of {models} lists, which could be {models} batches or one "
-                "loader per model; pass DataLoaders, or batches as tuples"
-            )
-        loaders = (data,)
+    items = data if isinstance(data, Sequence) else ()
+    odd = [i for i, x in enumerate(items) if not (_is_loader(x) or _of_batches(x))]
+    several = any(map(_is_loader, items))
+    if several and len(items) != models:
+        raise ZipError(
+            f"calib_loader is a list of {len(items)}, with loaders in it, for {models} models: "
+            "pass one loader, or one for each model"
+        )
+    if several and odd:
+        raise ZipError(
+            f"calib_loader[{odd[0]}] is a {type(items[odd[0]]).__name__}, beside loaders: pass one "
+            "loader for each model; a list is one if its batches are tuples"
+        )
+    loaders = (data,)
+    if len(items) == models and not odd:
+        loaders = tuple(items)
+    elif len(items) == models and all(map(_ambiguous, items)):
+        raise ZipError(
+            f"calib_loader is a list of {models} lists, which could be {models} batches or one "
+            "loader per model; pass DataLoaders, or lists whose batches are tuples: [(x,), ...]"
+        )
     kept = tuple(list(x) if isinstance(x, Iterator) else x for x in loaders)  # they run once
     return Calibration(kept, batch_to_args, max_samples, device)
 
 
 def _is_loader(x: Any) -> bool:
     return isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, list, Mapping, str))
+
+
+def _of_batches(x: Any) -> bool:
+    """A list of tuples, which as a batch would be odd."""
+    return isinstance(x, list) and all(isinstance(t, tuple) and len(t) > 0 for t in x)
 
 
 def _ambiguous(x: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.spaces import Space
 from zipfx.trace import clone_tensors, leaves, named_tensors
 
 
@@ -70,6 +71,11 @@ def check_models(models: Any) -> None:
     for k, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
+        if hasattr(model, "_orig_mod"):
+            raise ZipError(
+                f"model {k} was compiled (torch.compile): pass the module itself, and compile what "
+                "comes out"
+            )
     _check_devices(models)
 
 
@@ -245,6 +251,18 @@ def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list
             if len(others) == len(states):
                 found.setdefault(id(t), others)
     return found
+
+
+def check_finite(parameters: Mapping[str, Sequence[Tensor]], spaces: Iterable[Space]) -> None:
+    """Check the parameters along which features lie, where no activations were looked at.
+
+    Args:
+        parameters: of all models, by name.
+    """
+    for name in sorted({axis.parameter for space in spaces for axis in space.axes}):
+        for k, t in enumerate(parameters.get(name, ())):
+            if not bool(t.isfinite().all()):
+                raise ZipError(f"parameter {name!r} of model {k} holds NaN or Inf")
 
 
 def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ from zipfx.matrices import Matching, Merge, Pairs
 from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
+from zipfx.tap import decomposed
 from zipfx.trace import alias, clone_tensors
 from zipfx.untouched import untouched
 
@@ -96,9 +97,10 @@ class Report:
             + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()),
             "",
             *table(rows),
+            *_LEGEND[0],
         ]
         if self.refits:
-            lines += ["", *self._refits()]
+            lines += ["", *self._refits(), *_LEGEND[1]]
         if self.unmerges:
             lines += ["", f"explicit unmerge at the cut: {', '.join(self.unmerges)}"]
         if self.pinned:
@@ -120,6 +122,15 @@ class Report:
             for r in self.refits
         ]
         return table(rows)
+
+
+_LEGEND = (
+    ["within, across: matches inside one model, and between; correlation: of the joined features"],
+    [
+        "error, then: mean square of what is missed of the targets on held-out data, before and",
+        "after, relative to their variance; refitted: outputs that changed; ridge inf: only scaled",
+    ],
+)
 
 
 class Stages:
@@ -155,10 +166,11 @@ class Stages:
 
 
 def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
-    """FLOPs for one sample, by torch's counter, in eval mode."""
+    """FLOPs for one sample, by torch's counter, in eval mode; it can not look into fused kernels
+    (of recurrent layers, and of attention), so these are off."""
     twin = alias(module).eval().requires_grad_(False)  # torch's counter hooks into gradients
     counter = FlopCounterMode(display=False)
-    with untouched([*twin.parameters(), *twin.buffers()]), counter:
+    with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), counter:
         fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
     return int(counter.get_total_flops()) // max(1, batch_size(inputs) or 1)
 

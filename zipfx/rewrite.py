@@ -28,7 +28,8 @@ _TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class MergedModule(fx.GraphModule):
-    """A GraphModule whose module tree (containers, unused parameters) survives `copy.deepcopy`."""
+    """A GraphModule whose module tree (containers, unused parameters) survives `copy.deepcopy`, and
+    whose report survives `torch.save`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MergedModule:
         twin = super().__deepcopy__(memo)
@@ -38,6 +39,18 @@ class MergedModule(fx.GraphModule):
         for (_, old), (_, new) in zip(self.named_modules(), twin.named_modules(), strict=True):
             new.training = old.training
         return twin
+
+    def __reduce__(self) -> Any:
+        return _restored, (*super().__reduce__(), self.meta)
+
+
+def _restored(
+    make: Callable[..., fx.GraphModule], args: Any, meta: dict[str, Any]
+) -> fx.GraphModule:
+    """A GraphModule as fx makes it from its pickle, which does not bring its meta along."""
+    module = make(*args)
+    module.meta.update(meta)
+    return module
 
 
 def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
@@ -270,9 +283,9 @@ def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     """
     heads = merged._modules.get(HEADS)
     count = 0 if heads is None else len(list(heads.children()))
-    if not 0 <= k < count:
+    if not isinstance(k, int) or not 0 <= k < count:
         raise ZipError(
-            f"there is no head {k}: the merged model has {count} heads"
+            f"there is no head {k!r}: the merged model has {count} heads"
             + ("" if count else "; a full zip has one output for all tasks")
         )
     twin = copy.deepcopy(merged)

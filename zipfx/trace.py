@@ -208,7 +208,12 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
     twin.__dict__.update(constants)
     module = fx.GraphModule(twin, graph, type(model).__name__)
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
-    module.meta[NOTES] = aware.notes if aware else []
+    module.meta[NOTES] = list(aware.notes) if aware else []
+    module.meta[NOTES] += [
+        f"the backward of {name} is not part of the result, since its forward was traced: call it "
+        "in a function marked with torch.fx.wrap to keep it"
+        for name in getattr(tracer, "functions", ())
+    ]
     return _with_tree(module, twin)
 
 

@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -60,14 +60,37 @@ def _notrace(kind: str) -> tuple[Any, ...]:
     return tuple(getattr(registry, f"get_notrace_{kind}")()) if registry else ()
 
 
+def _forwards(base: Any) -> Iterator[tuple[CodeType, str]]:
+    """The code of forward, and the name, of all classes derived from one."""
+    for cls in base.__subclasses__():
+        if isinstance(vars(cls).get("forward"), staticmethod) and hasattr(cls.forward, "__code__"):
+            yield cls.forward.__code__, cls.__name__
+        yield from _forwards(cls)
+
+
 class Tracer(fx.Tracer):
-    """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants."""
+    """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants.
+
+    functions: names of the `torch.autograd.Function`s whose forward was traced; their backward is
+    not part of the graph.
+    """
 
     proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__(autowrap_functions=_notrace("functions"))
         self._leaves = _notrace("modules")
+        self.functions: dict[str, None] = {}
+        self._forwards = dict(_forwards(torch.autograd.Function))
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As in fx; notes whether it is an autograd function that makes the node."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in self._forwards:
+                self.functions[self._forwards[frame.f_code]] = None
+            frame = frame.f_back
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         known = isinstance(m, (*self._leaves, torch.jit.ScriptModule))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from zipfx.calibrate import (
     guessed_input,
 )
 from zipfx.correspond import (
+    check_finite,
     check_integers,
     check_models,
     check_outputs,
@@ -35,6 +36,8 @@ from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
+from zipfx.spaces import Space
+from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
 from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
 from zipfx.unfold import unfold
@@ -42,6 +45,7 @@ from zipfx.weigh import match_weights
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
 REPAIRS = ("none", "bn", *REFITS)
+_FIRST = "the first samples of calib_loader"
 
 
 def zip(
@@ -139,7 +143,7 @@ def zip(
     observes = not blind and not isinstance(merging, match.Weights)
     home = _device(models[0])
     try:
-        away = home if device is None else torch.device(device)
+        away = home if device is None else torch.empty(0, device=device).device
     except RuntimeError as error:
         raise ZipError(f"device={device!r} is none: {first_line(error)}") from error
     stages = Stages(away)
@@ -156,7 +160,8 @@ def zip(
             modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
-            analysis = _analyse(modules, inputs, last, verify, seed)
+            given = "example_inputs" if data is None or example_inputs is not None else _FIRST
+            analysis = _analyse(modules, inputs, last, verify, seed, given)
             last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
             while observes and (
@@ -183,23 +188,27 @@ def zip(
                     clone_inputs=_writes_inputs(analysis),
                 )
             )
+        counts: dict[str, int] = {"observe": batches}
+        samples: dict[str, int] = {}
+
+        def take(name: str) -> Statistics:
+            found = combine(observers.pop(name), *match.wanted(merging))
+            samples[name] = found.count
+            return found
+
         with stages.stage("match"):
             spaces = tuple(analysis.spaces)
+            if not observes:
+                check_finite(_corresponding(modules, last), spaces)
             if isinstance(merging, match.Weights):
                 matched = match_weights(merging, spaces, _corresponding(modules, last))
             else:
-                take = (
-                    None
-                    if data is None
-                    else lambda name: combine(observers.pop(name), *match.wanted(merging))
-                )
-                matched = match_spaces(merging, spaces, take, len(models))
+                matched = match_spaces(merging, spaces, take if observes else None, len(models))
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
             copy_modes(merged, models)
             merged.to(away)
-        counts: dict[str, int] = {"observe": batches}
         refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
@@ -244,11 +253,25 @@ def zip(
                 for x in guessed
             ),
             *(note for note in taken if note not in analysis.spaces.notes),
+            *_few(spaces, samples),
             *notes,
             *_unrepaired(analysis, merged, repair),
         ),
     )
     return merged
+
+
+def _few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
+    """Spaces of which too little was seen for correlations to mean anything."""
+    few = [s for s in spaces if s.size > samples.get(s.name, s.size)]
+    if not few:
+        return []
+    least = min(few, key=lambda s: samples[s.name] / s.size)
+    return [
+        f"few calibration samples: fewer than features in {len(few)} of {len(spaces)} spaces "
+        f"({samples[least.name]} for the {least.size} features of {least.name!r}), so that "
+        "correlations and fits say little; give more data"
+    ]
 
 
 def _corresponding(modules: Sequence[fx.GraphModule], last: int) -> dict[str, list[Tensor]]:
@@ -282,10 +305,11 @@ def _analyse(
     last: int,
     verify: bool,
     seed: int,
+    given: str,
 ) -> Analysis:
     if last == len(modules[0].graph.nodes) - 1:
-        return run_analysis(modules[0], inputs, verify=verify, seed=seed)
-    found = run_analysis(modules[0], inputs, verify=False)
+        return run_analysis(modules[0], inputs, verify=verify, seed=seed, given=given)
+    found = run_analysis(modules[0], inputs, verify=False, given=given)
     tuples = [i for i, f in enumerate(found.facts.nodes) if f.values and not f.is_tensor]
     found = found.cut(unpacked(modules, last, tuples))
     return checked(found, inputs, seed=seed) if verify else found
