@@ -26,6 +26,7 @@ from benchmarks import (
     harness,
     matchers,
     repairs,
+    several,
     tables,
     zoo,
 )
@@ -362,3 +363,12 @@ def test_architectures_go_on_where_they_were_stopped(
         [line for line in text.splitlines() if "|" in line] for text in (first, out.read_text())
     ]
     assert table[0] == table[1]
+
+
+def test_several_models_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = several.digits.train
+    monkeypatch.setattr(several.digits, "train", lambda *a: train(*a, epochs=2))
+    found = several.measured(several.SHARES[3], 1)
+    assert len(found) == 1 + 2 * len(several.REPAIRS)
+    assert all(0 <= value <= 100 for scores in found.values() for pair in scores for value in pair)
+    assert found["zip, refit"][0][0] > found["zip, none"][0][0]
