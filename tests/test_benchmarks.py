@@ -366,8 +366,9 @@ def test_architectures_go_on_where_they_were_stopped(
 
 
 def test_several_models_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = several.digits.train
-    monkeypatch.setattr(several.digits, "train", lambda *a: train(*a, epochs=2))
+    network, train = several.digits.Network, several.digits.train
+    monkeypatch.setattr(several.digits, "Network", lambda: network(8))
+    monkeypatch.setattr(several.digits, "train", lambda *a: train(*a, epochs=4))
     found = several.measured(several.SHARES[3], 1)
     assert len(found) == 1 + 2 * len(several.REPAIRS)
     assert all(0 <= value <= 100 for scores in found.values() for pair in scores for value in pair)
