@@ -14,7 +14,7 @@ ORDER = """
     errors table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched tracers trace layers
+    tap draw spaces labels ledger shadow untouched tracers example trace layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay

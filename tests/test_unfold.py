@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from laws import error, heads_error, merge, permuted, run
 from torch import Tensor, fx, nn
 
-from zipfx.trace import trace
+import zipfx
+from zipfx.trace import NOTES, trace
 from zipfx.unfold import unfold
 
 UNCHANGED = 1e-9
@@ -165,3 +166,56 @@ def test_every_layer_gets_nearer(build: Any, shape: tuple[int, ...]) -> None:
     assert [r.name for r in report.refits] == expected
     assert all(r.after < r.before for r in report.refits if r.changed)
     assert {r.name for r in report.refits if not r.changed} <= {"a", "other"}  # they read the data
+
+
+class Encoding(nn.Module):
+    """torch's encoder, with or without a mask, which its own code asks about."""
+
+    def __init__(self, masked: bool = False, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, **options)
+        self.masked, self.a = masked, nn.Linear(5, 16)
+        self.encoder, self.h = (
+            nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), False),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 6, dtype=torch.bool).triu(1) if self.masked else None
+        made: Tensor = self.h(self.encoder(self.a(x), mask=mask).mean(1))
+        return made
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}])
+def test_transformers_of_torch_are_looked_into(options: Any) -> None:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    model, data = made(lambda: Encoding(**options)), batches(WORDS, 20)
+    module = trace(model, inputs=data[0])
+    assert torch.backends.mha.get_fastpath_enabled() == enabled
+    assert not module.meta[NOTES]
+    assert "encoder.layers.1.linear2" in {n.target for n in module.graph.nodes}
+    models = [model, permuted(model, data[0])]
+    for cut in (None, "encoder.layers.0", "encoder.layers.1.linear1"):
+        merged = merge(models, data, partial=cut, matcher="permute", repair="refit")
+        heads = [run(merged, data[1])] if cut is None else run(merged, data[1])
+        assert all(error(run(model, data[1]), head) < UNCHANGED for head in heads)
+    strangers = [made(lambda: Encoding(**options), seed) for seed in range(2)]
+    names = {r.name for r in merge(strangers, data, repair="refit").meta["zipfx"].refits}
+    assert {"encoder.layers.0.self_attn.query", "encoder.layers.1.linear1"} <= names
+
+
+def test_a_transformer_that_asks_too_much_stays_a_leaf() -> None:
+    model, data = made(lambda: Encoding(masked=True)), batches(WORDS)
+    module = trace(model, inputs=data[0])
+    assert "encoder" in {n.target for n in module.graph.nodes}
+    models = [model, permuted(model, data[0])]
+    merged = merge(models, data, matcher="permute", repair="refit")
+    assert error(run(model, data[1]), run(merged, data[1])) < UNCHANGED
+    assert "not refitted: encoder" in merged.meta["zipfx"].notes
+
+
+def test_a_tracer_of_one_s_own_decides_for_itself() -> None:
+    model, data = made(Encoding), batches(WORDS)
+    spaces = zipfx.analyze(model, data[0], tracer=fx.Tracer())
+    assert "encoder" in {n.name for n in spaces.nodes}
+    assert sorted(s.size for s in spaces) == sorted(s.size for s in zipfx.analyze(model, data[0]))

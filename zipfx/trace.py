@@ -23,7 +23,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zipfx.errors import ZipError, first_line
-from zipfx.tracers import ExampleTracer, Tracer, is_tracing_code
+from zipfx.example import ExampleTracer
+from zipfx.tap import decomposed
+from zipfx.tracers import OPENED, Tracer, is_tracing_code
 from zipfx.untouched import untouched
 
 _HOOKS = (
@@ -121,7 +123,10 @@ def trace(
         if tracer is not None or inputs is None:
             return _traced(model, tracer or Tracer(), device)
         bound = _bound(model, inputs)
-        for make in (Tracer, lambda: ExampleTracer(clone_tensors(bound))):
+        ways: list[Callable[[], fx.Tracer]] = [Tracer, lambda: ExampleTracer(clone_tensors(bound))]
+        if any(type(m) in OPENED for m in model.modules()):
+            ways.insert(0, lambda: ExampleTracer(clone_tensors(bound), opened=True))
+        for make in ways:
             with suppress(ZipError):
                 return _checked(_traced(model, make(), device), model, inputs)
         writes = ExampleTracer(clone_tensors(bound), writes=True)
@@ -194,7 +199,10 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
     aware = tracer if isinstance(tracer, ExampleTracer) else None
     root = copy.deepcopy(twin, _views(twin)) if aware else twin
     try:
-        with untouched([*root.parameters(), *root.buffers()] if aware else []):  # forward runs
+        with (
+            untouched([*root.parameters(), *root.buffers()] if aware else []),  # forward runs
+            decomposed(None),  # transformers ask whether one kernel may do it all
+        ):
             graph = tracer.trace(root)
     except ZipError:
         raise
