@@ -85,6 +85,13 @@ def test_law_3_nothing_changes_where_the_merge_is_exact(net: Net) -> None:
     assert not any(r.changed for r in merged.meta["zipfx"].refits)
 
 
+def test_rounding_of_float32_is_no_error() -> None:
+    model = strangers(1)[0].float()
+    x = [(part.float(),) for (part,) in images(60)]
+    merged = merge([model, permuted(model, x[0])], x, matcher="permute", repair="refit")
+    assert not any(r.changed for r in merged.meta["zipfx"].refits)
+
+
 @pytest.mark.parametrize("cut", running_modules(Images()))
 @pytest.mark.parametrize("own", [False, True])
 def test_law_3_at_every_cut(cut: str, own: bool) -> None:

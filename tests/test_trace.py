@@ -445,6 +445,21 @@ class Sign(torch.autograd.Function):
         return grad
 
 
+class Frozen(torch.autograd.Function):
+    """Another one, whose forward is decorated as forwards of models may be."""
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+class Decorated(nn.Module):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
 @fx.wrap
 def sign(x: Tensor) -> Tensor:
     found: Tensor = Sign.apply(x)
@@ -471,6 +486,7 @@ def test_a_backward_that_is_lost_is_noted() -> None:
     assert "the backward of Sign is not part of the result" in note
     (note,) = trace(Binary(), inputs=[torch.randn(2, 3)]).meta[NOTES]
     assert "marked with torch.fx.wrap" in note
+    assert trace(Decorated()).meta[NOTES] == []
     kept = trace(Wrapped())
     assert kept.meta[NOTES] == []
     kept(torch.randn(2, 3)).sum().backward()

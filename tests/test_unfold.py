@@ -219,3 +219,82 @@ def test_a_tracer_of_one_s_own_decides_for_itself() -> None:
     spaces = zipfx.analyze(model, data[0], tracer=fx.Tracer())
     assert "encoder" in {n.name for n in spaces.nodes}
     assert sorted(s.size for s in spaces) == sorted(s.size for s in zipfx.analyze(model, data[0]))
+
+
+# ------------------------------------------------------------------ odd places
+class Twice(nn.Module):
+    """Attention before a layer and after it, and a layer named as a part of it could be."""
+
+    def __init__(self, shared: bool = True) -> None:
+        super().__init__()
+        self.a, self.m__query = nn.Linear(5, 16), nn.Linear(16, 16)
+        self.m, self.b, self.h = nn.MultiheadAttention(16, 4), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.other = self.m if shared else nn.MultiheadAttention(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.m__query(torch.tanh(self.a(x))))
+        y = y + self.m(y, y, y)[0]
+        y = y + torch.tanh(self.b(y))
+        made: Tensor = self.h(y + self.other(y, y, y)[0])
+        return made
+
+
+@pytest.mark.parametrize("shared", [[True, True], [False, False], [False, True]])
+@pytest.mark.parametrize("cut", ["m", "b"])
+def test_attention_on_both_sides_of_a_cut(shared: list[bool], cut: str) -> None:
+    x = batches(WORDS)[0]
+    first, second = (made(lambda s=s: Twice(s)) for s in shared)  # type: ignore[misc]
+    data = batches(WORDS)
+    models = [first, permuted(first, x) if shared[0] == shared[1] else second]
+    merged = merge(models, data, partial=cut, matcher="permute", repair="refit")
+    if shared[0] == shared[1]:
+        assert heads_error(merged, [run(first, x)] * 2, x) < UNCHANGED
+    names = [r.name for r in merged.meta["zipfx"].refits]
+    twice = shared[0] and cut == "m"  # all of the network, then, with one attention for two places
+    assert ("m.query" in names) != twice
+    assert "m__query" in names
+
+
+class Same(nn.MultiheadAttention):
+    """A subclass that changes nothing, which fx would look into."""
+
+
+def test_subclasses_that_change_nothing_are_attention_too() -> None:
+    model = made(Attending)
+    model.own = Same(16, 4, batch_first=True).double().eval()
+    data = batches(WORDS, 20)
+    merged = merge([model, permuted(model, data[0])], data, matcher="permute", repair="refit")
+    assert error(run(model, data[1]), run(merged, data[1])) < UNCHANGED
+    assert "own.query" in {r.name for r in merged.meta["zipfx"].refits}
+
+
+class Padded(nn.Module):
+    """torch's encoder, told where words are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        self.a, self.encoder = nn.Linear(5, 16), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, mask: Any = None, padding: Any = None) -> Tensor:
+        found: Tensor = self.encoder(self.a(x), mask=mask, src_key_padding_mask=padding)
+        return found.mean(1)
+
+
+def test_padding_that_the_examples_do_not_have() -> None:
+    """torch sets padded words to zero, but only in one of its kernels."""
+    model, x = made(Padded), batches(WORDS)[0][0]
+    padding = torch.zeros(8, 6, dtype=torch.bool)
+    padding[2:, 4:] = True  # the first two samples have none
+    data = [{"x": x, "padding": padding}] * 4
+    args = (x, None, padding)
+    models = [model, permuted(model, args)]
+    merged = merge(models, data, matcher="permute", repair="refit")
+    assert error(run(model, args), run(merged, args)) < UNCHANGED
+
+
+def test_a_mask_that_the_examples_do_not_have_is_not_forgotten() -> None:
+    model, (x,) = made(Padded), batches(WORDS)[0]
+    merged = merge([model, permuted(model, (x,))], [(x,)] * 4, matcher="permute", repair="refit")
+    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    assert error(run(model, (x, mask)), run(merged, (x, mask))) < UNCHANGED

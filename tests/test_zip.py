@@ -146,6 +146,17 @@ def test_flops_inside_fused_kernels_count() -> None:
     assert merged.meta["zipfx"].flops == by_hand
 
 
+def test_flops_are_of_one_sample_also_beside_what_has_none() -> None:
+    class Masked(Fused):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * mask)
+
+    data = [{"x": torch.randn(4, 6, 5), "mask": torch.ones(6, 5)}]
+    merged = zipfx.zip([Masked(), Masked()], data, progress=False)
+    plain = zipfx.zip([Fused(), Fused()], [torch.randn(4, 6, 5)], progress=False)
+    assert merged.meta["zipfx"].flops == plain.meta["zipfx"].flops
+
+
 def test_too_few_samples_are_noted() -> None:
     models, x = [network(4, 0), network(4, 1)], images(1, 8)[0]
     notes = zipfx.zip(models, [x], progress=False).meta["zipfx"].notes

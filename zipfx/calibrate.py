@@ -41,8 +41,9 @@ class Calibration:
 
     def by_source(self) -> Iterator[tuple[int, Arguments]]:
         """The same batches, each with the number of the loader that it comes from."""
-        left = self.max_samples
+        left, seen = self.max_samples, set()
         for source, batch in _in_turns(self.loaders):
+            seen.add(source)
             args, kwargs = self._arguments(batch)
             size = batch_size((args, kwargs))
             if left is not None:
@@ -52,6 +53,9 @@ class Calibration:
                     args, kwargs = first_samples((args, kwargs), left)
                 left -= size or 1
             yield source, map_tensors(self._move, (args, kwargs))
+        if seen and len(seen) < len(self.loaders):
+            missing = min(set(range(len(self.loaders))) - seen)
+            raise ZipError(f"the loader of model {missing}, calib_loader[{missing}], gave no batch")
 
     def _move(self, t: Tensor) -> Tensor:
         return t if self.device is None else t.to(self.device)
@@ -123,6 +127,11 @@ def calibration(
             f"calib_loader is a list of {len(items)}, with loaders in it, for {models} models: "
             "pass one loader, or one for each model"
         )
+    if not several and items and not odd and len(items) != models:
+        raise ZipError(
+            f"calib_loader is a list of {len(items)} lists of batches, for {models} models: pass "
+            "one list of batches, or one for each model"
+        )
     if several and odd:
         raise ZipError(
             f"calib_loader[{odd[0]}] is a {type(items[odd[0]]).__name__}, beside loaders: pass one "
@@ -155,10 +164,7 @@ def _ambiguous(x: Any) -> bool:
         return False
     if all(isinstance(t, (tuple, list, Mapping)) for t in x):
         return True
-    return (
-        all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1 for t in x)
-        and len({t.shape[1:] for t in x}) == 1
-    )
+    return all(isinstance(t, Tensor) for t in x) and len({(t.dtype, t.ndim) for t in x}) == 1
 
 
 @contextmanager

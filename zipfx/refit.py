@@ -23,6 +23,7 @@ from zipfx.replay import Line, Run, evaluating, positional
 from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step
 from zipfx.trace import clone_tensors
+from zipfx.unfold import title
 
 _HELD_OUT = 10  # every tenth image is
 _CHUNK = 2**24  # entries of patches at a time
@@ -106,7 +107,7 @@ def refit(
                 step.layer.write(*solution.weights, changed, *measured)
             losses = solution.before, solution.after, solution.ridge
             number = int(changed.sum())
-            done.append(Refitted(str(step.node.target), *losses, number, changed.numel()))
+            done.append(Refitted(title(step.node), *losses, number, changed.numel()))
         for t, was in kept:
             t.copy_(was)
     return done, len(batches)
@@ -188,7 +189,7 @@ class _Fit:
                 parts[held][batch.source].add(torch.cat([x, y], -1))
         if not all(bool(m.finite().all()) for part in parts for m in part if m.count):
             raise ZipError(
-                f"layer {self.step.node.target!r} reads or should give NaN or Inf on the "
+                f"layer {title(self.step.node)!r} reads or should give NaN or Inf on the "
                 "calibration data, and can not be refitted; check the models' weights and the "
                 "input normalisation"
             )

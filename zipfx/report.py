@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
@@ -21,7 +21,7 @@ from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.tap import decomposed
-from zipfx.trace import alias, clone_tensors
+from zipfx.trace import alias, clone_tensors, leaves
 from zipfx.untouched import untouched
 
 
@@ -172,7 +172,9 @@ def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
     counter = FlopCounterMode(display=False)
     with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), counter:
         fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
-    return int(counter.get_total_flops()) // max(1, batch_size(inputs) or 1)
+    first = next((t for t in leaves(inputs) if isinstance(t, Tensor) and t.ndim), None)
+    samples = batch_size(inputs) or (1 if first is None else len(first))
+    return int(counter.get_total_flops()) // max(1, samples)
 
 
 def count_layers(analysis: Analysis) -> tuple[int, int]:

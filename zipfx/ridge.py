@@ -17,7 +17,8 @@ from zipfx.moments import Moments, pooled
 
 Weights = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
 
-_RIGHT = 1e-12  # of a target's variance: what is missed by less is left as it is
+_RIGHT = 1e-12  # of a target's variance: what is missed by less is left as it is,
+_COARSE = 8  # or by this times the rounding of the samples, which their products share
 _NOISE = 16  # times the rounding of a mean: what varies by less is constant
 
 
@@ -27,8 +28,8 @@ class Normal:
 
     rows: (G, r, n) with rows^T rows the covariance of x, or None: power is the covariance itself,
     (G, n, n); xy: (G, o, n) covariances; yy: (G, o) variances; x: (G, n), y: (G, o) means; centred:
-    whether these were taken off, else they count as 0; noise: (G, o), of y, what its rounding makes
-    of a variance; factors: of what was solved, by ridge.
+    whether these were taken off, else they count as 0; noise: (G, o), of y, a mean square that is
+    nothing but rounding; factors: of what was solved, by ridge.
     """
 
     rows: Tensor | None
@@ -47,14 +48,17 @@ class Normal:
         mean, few = moments.mean, moments.samples
         level = mean if centred else torch.zeros_like(mean)
         x, y = level[..., :n], level[..., n + outputs]
-        noise = (_NOISE * torch.finfo(moments.shift.dtype).eps * level).square()
+        eps = torch.finfo(moments.shift.dtype).eps
+        noise = (_NOISE * eps * level).square()
+        right = max(_RIGHT, _COARSE * eps)
         of_noise = noise[..., n + outputs]
         if few is not None:
             few = few + (moments.shift.double() - level).unsqueeze(-2)
             few /= math.sqrt(moments.count)
             few *= (few.square().sum(-2) > noise).unsqueeze(-2)
             rows, of_y = few[..., :n], few[..., n + outputs]
-            return cls(rows, None, of_y.mT @ rows, of_y.square().sum(-2), x, y, centred, of_noise)
+            yy = of_y.square().sum(-2)
+            return cls(rows, None, of_y.mT @ rows, yy, x, y, centred, of_noise + right * yy)
         covariance, variance = moments.covariance()[..., :n, :], moments.variance()
         if not centred:
             covariance += mean[..., :n].unsqueeze(-1) * mean.unsqueeze(-2)
@@ -63,7 +67,7 @@ class Normal:
         covariance *= varies[..., :n].unsqueeze(-1) & varies.unsqueeze(-2)
         yy = (variance * varies)[..., n + outputs]
         xy = covariance[..., n + outputs].mT
-        return cls(None, covariance[..., :n], xy, yy, x, y, centred, of_noise)
+        return cls(None, covariance[..., :n], xy, yy, x, y, centred, of_noise + right * yy)
 
     def times(self, w: Tensor) -> Tensor:
         """W times the covariance of x, (G, o, n)."""
@@ -267,7 +271,7 @@ def fit(
         ridge, new = _chosen(known, check, own[0], mine, ridges if ridge is None else (ridge,))
         was = float(check.loss(own)[mine].sum())
         whole = Normal.of(seen.merged(kept), n, index, takes_bias)
-        wrong = whole.loss(own) > _RIGHT * whole.yy + whole.noise
+        wrong = whole.loss(own) > whole.noise
         part = Part(tuple(sources), index, mine & wrong, whole, ridge)
         if new < was and bool(part.changed.any()):
             parts.append(part)

@@ -34,7 +34,7 @@ from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
 from zipfx.trace import is_batch_norm
 from zipfx.tracers import is_in_place
-from zipfx.unfold import PART_KEY
+from zipfx.unfold import PART_KEY, title
 
 _ADDS = (add, iadd, torch.add, "add", "add_")
 #: what hands its input on as it is, in eval mode
@@ -118,7 +118,7 @@ class _Planner:
             norm = self._norm_after(node)
             step = self._step(node, norm)
             if step is None:
-                left[str(node.target)] = None
+                left[title(node)] = None
             else:
                 steps.append(step)
                 folded |= {norm} if norm is not None else set()

@@ -124,7 +124,8 @@ def trace(
             return _traced(model, tracer or Tracer(), device)
         bound = _bound(model, inputs)
         ways: list[Callable[[], fx.Tracer]] = [Tracer, lambda: ExampleTracer(clone_tensors(bound))]
-        if any(type(m) in OPENED for m in model.modules()):
+        given = all(x is not None for x in bound)  # what is not given could be a mask
+        if given and any(type(m) in OPENED for m in model.modules()):
             ways.insert(0, lambda: ExampleTracer(clone_tensors(bound), opened=True))
         for make in ways:
             with suppress(ZipError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 import sys
 from collections import OrderedDict
@@ -55,8 +56,9 @@ def _notrace(kind: str) -> tuple[Any, ...]:
 def _forwards(base: Any) -> Iterator[tuple[CodeType, str]]:
     """The code of forward, and the name, of all classes derived from one."""
     for cls in base.__subclasses__():
-        if isinstance(vars(cls).get("forward"), staticmethod) and hasattr(cls.forward, "__code__"):
-            yield cls.forward.__code__, cls.__name__
+        forward = inspect.unwrap(cls.forward)
+        if "forward" in vars(cls) and hasattr(forward, "__code__"):
+            yield forward.__code__, cls.__name__
         yield from _forwards(cls)
 
 
@@ -74,6 +76,7 @@ class Tracer(fx.Tracer):
         super().__init__(autowrap_functions=_notrace("functions"))
         self._leaves = _notrace("modules")
         self.opened = OPENED if opened else ()
+        self._closed: nn.Module | None = None
         self.functions: dict[str, None] = {}
         self._forwards = dict(_forwards(torch.autograd.Function))
 
@@ -87,10 +90,24 @@ class Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if type(m) in self.opened:
+        if type(m) in self.opened and m is not self._closed:
             return False
         known = isinstance(m, (*self._leaves, torch.jit.ScriptModule))
+        if isinstance(m, nn.MultiheadAttention):  # also one that was only given another name
+            known |= type(m).forward is nn.MultiheadAttention.forward
         return known or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As in fx; a transformer that is given a mask stays closed, since what it makes of padding
+        depends on more than a graph knows."""
+        if type(m) in self.opened:
+            given = inspect.signature(m.forward).bind(*args, **kwargs).arguments.items()
+            asked = [v for name, v in given if "mask" in name or "causal" in name]
+            if any(v is not None and v is not False for v in asked):
+                self._closed = m
+        return super().call_module(m, forward, args, kwargs)
 
     def create_arg(self, a: Any) -> Any:
         """As in fx, which makes every kind of dict a plain one."""

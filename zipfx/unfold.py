@@ -26,6 +26,8 @@ from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
 #: first and last of the rows that it applies)
 PART_KEY = "zipfx_part"
+#: meta key of a node that was unfolded: what to call it
+TITLE_KEY = "zipfx_title"
 
 _PROJECTIONS = ("query", "key", "value")
 _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
@@ -35,9 +37,20 @@ _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
 }
 
 
-def unfold(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with `nn.MultiheadAttention`, `F.linear` and `F.conv1d` to `conv3d` unfolded,
-    where no other node shares their weights; nodes keep their names, tensors their memory.
+def title(node: fx.Node) -> str:
+    """What messages call the layer of a node."""
+    found: str = node.meta.get(TITLE_KEY, str(node.target))
+    return found
+
+
+def unfold(module: fx.GraphModule, *, to_write: bool = True) -> fx.GraphModule:
+    """The same graph with `nn.MultiheadAttention`, `F.linear` and `F.conv1d` to `conv3d` unfolded;
+    nodes keep their names, tensors their memory.
+
+    Args:
+        module: a traced model, or a merged one.
+        to_write: leave alone what shares its weights with another node; else unfold that, too, but
+            functions only where they stay what they are.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -46,33 +59,37 @@ def unfold(module: fx.GraphModule) -> fx.GraphModule:
     ...     def forward(self, x):
     ...         return self.attention(x, x, x)[0]
     >>> wide = unfold(fx.symbolic_trace(Net()))
-    >>> [node.target.split(".")[-1] for node in wide.graph.nodes if node.op == "call_module"]
-    ['query', 'key', 'value', 'mixing', 'out_proj']
+    >>> [title(node) for node in wide.graph.nodes if node.op == "call_module"][:3]
+    ['attention.query', 'attention.key', 'attention.value']
     """
-    return _Unfolding(module).result()
+    return _Unfolding(module, to_write).result()
 
 
 class _Unfolding:
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, to_write: bool) -> None:
+        self.to_write = to_write
         self.module, self.graph = module, copy.deepcopy(module.graph)
         self.made: dict[str, nn.Module] = {}
         self.uses = Counter(id(t) for n in module.graph.nodes for t in tensors_at(module, n))
 
     def result(self) -> fx.GraphModule:
         for node in list(self.graph.nodes):
-            if node.op == "call_module":
+            if node.op == "call_module" and node.target not in self.made:
                 leaf = self.module.get_submodule(str(node.target))
-                if type(leaf).forward is nn.MultiheadAttention.forward:
+                own = isinstance(leaf, nn.MultiheadAttention)
+                if own and type(leaf).forward is nn.MultiheadAttention.forward:
                     self._attention(node, leaf)
-            elif node.op == "call_function" and node.target in (F.linear, *_CONVOLUTIONS):
+            elif node.target in (F.linear, *_CONVOLUTIONS) and self.to_write:
                 self._function(node)
         used = {str(n.target) for n in self.graph.nodes if n.op in ("call_module", "get_attr")}
         parts = {t: self.made.get(t) or attribute(self.module, t) for t in used}
         return fx.GraphModule(parts, self.graph, type(self.module).__name__)
 
     def _own(self, node: fx.Node) -> bool:
-        """Whether no other node has the tensors of this one."""
-        return all(self.uses[id(t)] == 1 for t in tensors_at(self.module, node))
+        """Whether no other node has the tensors of this one, or that does not matter."""
+        return not self.to_write or all(
+            self.uses[id(t)] == 1 for t in tensors_at(self.module, node)
+        )
 
     def _attention(self, node: fx.Node, leaf: Any) -> None:
         path = str(node.target)
@@ -92,24 +109,22 @@ class _Unfolding:
             for i, name in enumerate(_PROJECTIONS):
                 weight = leaf.in_proj_weight if packed else getattr(leaf, f"{name[0]}_proj_weight")
                 rows = (i * width, (i + 1) * width) if packed else (0, width)
-                bias, target = leaf.in_proj_bias, f"{path}.{name}"
-                self.made[target] = _linear(
-                    _view(weight, *rows),
-                    None if bias is None else _view(bias, i * width, (i + 1) * width),
-                )
+                bias = leaf.in_proj_bias
+                bias = None if bias is None else _view(bias, i * width, (i + 1) * width)
+                target = self._add(f"{path}.{name}", _linear(_view(weight, *rows), bias))
                 part = self.graph.call_module(target, (given.arguments[name],))
                 self._name(part, node, name)
+                part.meta[TITLE_KEY] = f"{path}.{name}"
                 owner = f"{path}.in_proj_weight" if packed else f"{path}.{name[0]}_proj_weight"
                 part.meta[PART_KEY] = (self._source(node), owner, *rows)
                 given.arguments[name] = part
-        node.target, node.args, node.kwargs = f"{path}.mixing", given.args, given.kwargs
-        self.made[f"{path}.mixing"] = _core(leaf)
+        node.target = self._add(f"{path}.mixing", _core(leaf))
+        node.args, node.kwargs = given.args, given.kwargs
         first, *others = outputs
         with self.graph.inserting_before(first):
             mixed = self.graph.call_function(getitem, (node, 0))
             self._name(mixed, node, "mixed")
-        self.made[f"{path}.out_proj"] = leaf.out_proj
-        _becomes(first, f"{path}.out_proj", mixed)
+        self._becomes(first, f"{path}.out_proj", leaf.out_proj, mixed)
         for other in others:
             other.replace_all_uses_with(first)
             self.graph.erase_node(other)
@@ -132,12 +147,22 @@ class _Unfolding:
             isinstance(n, (int, str)) for n in numbers
         ):
             return
-        path = str(weights[0].target)
         kind = _CONVOLUTIONS.get(node.target)
-        self.made[path] = _linear(*found) if kind is None else _convolution(kind, *found, **given)
-        _becomes(node, path, x)
+        layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
+        self._becomes(node, str(weights[0].target), layer, x)
         for w in own:
             self.graph.erase_node(w)
+
+    def _add(self, path: str, layer: nn.Module) -> str:
+        """Where the layer is put: not inside a module, which is the model's."""
+        target = f"unfolded__{path.replace('.', '__')}"
+        self.made[target] = layer
+        return target
+
+    def _becomes(self, node: fx.Node, path: str, layer: nn.Module, x: fx.Node) -> None:
+        node.meta[TITLE_KEY] = path
+        node.op, node.target = "call_module", self._add(path, layer)
+        node.args, node.kwargs = (x,), {}
 
     def _source(self, node: fx.Node) -> str:
         found: str = node.meta.get(SOURCE_KEY, node.name)
@@ -145,15 +170,11 @@ class _Unfolding:
 
     def _name(self, new: fx.Node, node: fx.Node, part: str) -> None:
         """Named after the node, in its graph and in that of the model it comes from."""
-        new._rename(f"{node.name}__{part}")
+        new._rename(f"{node.name}__zipfx_{part}")
         if SOURCE_KEY in node.meta:
-            new.meta[SOURCE_KEY] = f"{node.meta[SOURCE_KEY]}__{part}"
+            new.meta[SOURCE_KEY] = f"{node.meta[SOURCE_KEY]}__zipfx_{part}"
         if HEAD_KEY in node.meta:
             new.meta[HEAD_KEY] = node.meta[HEAD_KEY]
-
-
-def _becomes(node: fx.Node, target: str, x: fx.Node) -> None:
-    node.op, node.target, node.args, node.kwargs = "call_module", target, (x,), {}
 
 
 def _view(t: Tensor, start: int, stop: int) -> nn.Parameter:
