@@ -76,18 +76,27 @@ class Step:
 
 
 def plan_targets(
-    merged: fx.GraphModule, job: Assembly, heads: Sequence[HeadPlan], sources: int
+    merged: fx.GraphModule,
+    job: Assembly,
+    heads: Sequence[HeadPlan],
+    sources: int,
+    modules: Sequence[fx.GraphModule] | None = None,
 ) -> tuple[list[Step], list[str]]:
     """The layers to refit, in the order of the graph, and what else has weights.
 
     Args:
         merged: the merged model; job, heads: what it was made from, and its heads.
         sources: of data: 1, which all models see, or K, each the model's own.
+        modules: the models as they will be run (default: those of the job).
     """
-    return _Planner(merged, job, heads, sources).plan()
+    planner = _Planner(merged, job, heads, sources)
+    planner.names = [{n.name for n in m.graph.nodes} for m in modules or job.modules]
+    return planner.plan()
 
 
 class _Planner:
+    names: list[set[str]]  # of the nodes of each model
+
     def __init__(
         self, merged: fx.GraphModule, job: Assembly, heads: Sequence[HeadPlan], sources: int
     ) -> None:
@@ -149,6 +158,8 @@ class _Planner:
         if self._between(end, target):
             target, skip = end, None
         name = target.meta[SOURCE_KEY]
+        if any(name not in self.names[k] for k in (self.models if head is None else (head,))):
+            return None  # it is a part of a node that can not be unfolded in a model
         shape = layer.weight().shape[:2]
         if head is not None:
             found = self._own_features(head, shape.numel())
