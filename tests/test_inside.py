@@ -222,7 +222,7 @@ def test_three_float32_models_with_calibration_data_of_their_own() -> None:
     x = example("lstm").float()
     spaces = zipfx.analyze(model, x)
     twins = [spaces.permuted(model, spaces.random_permutations(seed)) for seed in (1, 2)]
-    data = [[t.float() for (t,) in batches("lstm")] for _ in range(3)]
+    data = [[(t.float(),) for (t,) in batches("lstm")] for _ in range(3)]
     merged = zipfx.zip([model, *twins], data, matcher="permute", progress=False)
     assert error(run(model, (x,)), run(merged, (x,))) < 1e-5
 
