@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import zipfx
@@ -30,22 +29,11 @@ REPAIRS = ("none", "bn", "affine", "refit")
 Scores = list[tuple[float, float]]  # joint, and the mean of the tasks; of every seed
 
 
-def split(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1200 images to train on and their labels, and the other 597."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16
-    labels = torch.tensor(data.target)[order]
-    return images[:1200], labels[:1200], images[1200:], labels[1200:]
-
-
 def scores(
     modules: Sequence[nn.Module], images: Tensor, labels: Tensor, tasks: Sequence[range]
 ) -> tuple[float, float]:
     """All ten digits at once, by the largest mean output; each task among its own, the mean."""
-    with torch.no_grad():
-        outputs = [module(images) for module in modules]
-    outputs = outputs if len(outputs) == len(tasks) else outputs * len(tasks)
+    outputs = digits.heads(modules, images, tasks)
     joint = digits.accuracy(torch.stack(outputs).mean(0), labels, range(10))
     own = [digits.accuracy(o, labels, task) for o, task in zip(outputs, tasks, strict=True)]
     return joint, sum(own) / len(own)
@@ -55,7 +43,7 @@ def measured(tasks: Sequence[range], seeds: int) -> dict[str, Scores]:
     """The scores of every way to merge one model for each task."""
     found: dict[str, Scores] = {}
     for seed in range(seeds):
-        images, labels, test, expected = split(seed)
+        images, labels, test, expected = digits.split(seed)
         rows = [torch.isin(labels, torch.tensor(task)) for task in tasks]
         models = [
             digits.train(images[mine], labels[mine], 100 * seed + k) for k, mine in enumerate(rows)

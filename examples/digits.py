@@ -80,13 +80,24 @@ def train(images: Tensor, labels: Tensor, seed: int, epochs: int = 20, batch: in
     return network.eval()
 
 
+def split(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1200 images (N, 1, 8, 8) to train on and their labels (N,), and the other 597 and theirs."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
+    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16
+    labels = torch.tensor(data.target)[order]
+    return images[:1200], labels[:1200], images[1200:], labels[1200:]
+
+
 @torch.no_grad()
-def heads(modules: Sequence[nn.Module], images: Tensor) -> list[Tensor]:
+def heads(
+    modules: Sequence[nn.Module], images: Tensor, tasks: Sequence[range] = TASKS
+) -> list[Tensor]:
     """The outputs (N, 10), one per task: of a model each, or of the heads of a partial zip."""
     outputs = [module(images) for module in modules]
     if isinstance(outputs[0], tuple):
         outputs = list(outputs[0])
-    return outputs if len(outputs) == len(TASKS) else outputs * len(TASKS)
+    return outputs if len(outputs) == len(tasks) else outputs * len(tasks)
 
 
 def accuracy(logits: Tensor, labels: Tensor, digits: Sequence[int]) -> float:
@@ -108,11 +119,7 @@ def cost(modules: Sequence[nn.Module], image: Tensor) -> tuple[int, int]:
 def main() -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # networks this small gain nothing from more
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16
-    labels = torch.tensor(data.target)[order]
-    train_x, test_x, train_y, test_y = images[:1200], images[1200:], labels[:1200], labels[1200:]
+    train_x, train_y, test_x, test_y = split()
 
     own = [torch.isin(train_y, torch.tensor(digits)) for digits in TASKS]
     a, b = (train(train_x[rows], train_y[rows], seed) for seed, rows in enumerate(own))

@@ -89,19 +89,21 @@ def plan_targets(
         sources: of data: 1, which all models see, or K, each the model's own.
         modules: the models as they will be run (default: those of the job).
     """
-    planner = _Planner(merged, job, heads, sources)
-    planner.names = [{n.name for n in m.graph.nodes} for m in modules or job.modules]
-    return planner.plan()
+    return _Planner(merged, job, heads, sources, modules or job.modules).plan()
 
 
 class _Planner:
-    names: list[set[str]]  # of the nodes of each model
-
     def __init__(
-        self, merged: fx.GraphModule, job: Assembly, heads: Sequence[HeadPlan], sources: int
+        self,
+        merged: fx.GraphModule,
+        job: Assembly,
+        heads: Sequence[HeadPlan],
+        sources: int,
+        modules: Sequence[fx.GraphModule],
     ) -> None:
         self.merged, self.analysis, self.sources = merged, job.analysis, sources
         self.models = range(len(job.modules))
+        self.names = [{node.name for node in module.graph.nodes} for module in modules]
         graphs = [list(module.graph.nodes) for module in job.modules]
         self.number = {n.name: i for i, n in enumerate(graphs[0])}
         #: nodes of each head that still make merged features

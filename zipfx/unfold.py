@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -49,8 +49,9 @@ def unfold(module: fx.GraphModule, *, to_write: bool = True) -> fx.GraphModule:
 
     Args:
         module: a traced model, or a merged one.
-        to_write: leave alone what shares its weights with another node; else unfold that, too, but
-            functions only where they stay what they are.
+        to_write: leave alone what shares its weights with another node. Else attention is unfolded
+            wherever it is, so that its parts have values to read, and functions are not: their
+            nodes have those anyway.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -202,15 +203,10 @@ def _convolution(
 
 def _core(leaf: nn.MultiheadAttention) -> nn.Module:
     """What is left of attention once its inputs are projected, and before its output is."""
-    like: Mapping[str, Any] = {
-        "dtype": leaf.out_proj.weight.dtype,
-        "device": leaf.out_proj.weight.device,
-    }
-    width = leaf.embed_dim
     core = nn.MultiheadAttention(
-        width, leaf.num_heads, bias=False, batch_first=leaf.batch_first, device="meta"
+        leaf.embed_dim, leaf.num_heads, bias=False, batch_first=leaf.batch_first, device="meta"
     )
-    same = torch.eye(width, **like)
+    same = torch.eye(leaf.embed_dim).to(leaf.out_proj.weight)
     for owner, name, value in (
         (core, "in_proj_weight", same.repeat(3, 1)),
         (core.out_proj, "weight", same),

@@ -198,10 +198,10 @@ def zip(
 
         with stages.stage("match"):
             spaces = tuple(analysis.spaces)
-            if not observes:
-                check_finite(_corresponding(modules, last), spaces)
+            parameters = {} if observes else _corresponding(modules, last)
+            check_finite(parameters, spaces)
             if isinstance(merging, match.Weights):
-                matched = match_weights(merging, spaces, _corresponding(modules, last))
+                matched = match_weights(merging, spaces, parameters)
             else:
                 matched = match_spaces(merging, spaces, take if observes else None, len(models))
         with stages.stage("fuse"):
