@@ -1,6 +1,7 @@
 """What does refitting cost, beside the calibration pass on the same images?
 
     python -m benchmarks.refit_cost --out benchmarks/results/refit_cost_cpu_202611.md
+    python -m benchmarks.refit_cost --memory inf 256 64 --models resnet50 --images 64
 
 Two models of random weights and their merge; each sees half of the images, as with one loader for
 each task. "Calibration" is the pass that observes (both models run on all images), "refit" runs the
@@ -37,6 +38,7 @@ def measured(name: str, side: int, images: int, batch: int, refit: zipfx.Refit) 
     widest = max(p.shape[1] * p[0, 0].numel() for p in merged.parameters() if p.ndim > 1)
     return (
         name, str(side), str(images), f"{refit.rounds}", f"{refit.oversampling:g}",
+        f"{refit.memory / 2**20:g}",
         f"{observe:.1f}", f"{repair:.1f}", f"{repair / observe:.2f}",
         str(widest), f"{peak / 2**20:.0f}",
     )  # fmt: skip
@@ -49,11 +51,14 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--memory", type=float, nargs="+", help="MiB; only compares these")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    header = ("model", "pixels", "images", "rounds", "samples", "calibration (s)", "refit (s)",
+    header = ("model", "pixels", "images", "rounds", "samples", "memory (MiB)", "calibration (s)", "refit (s)",
               "ratio", "most inputs", "peak MiB")  # fmt: skip
     settings = [zipfx.Refit(), zipfx.Refit(rounds=0), zipfx.Refit(rounds=0, oversampling=10)]
+    if options.memory:
+        settings = [zipfx.Refit(memory=mib * 2**20) for mib in options.memory]
     rows = []
     for name in options.models:
         for refit in settings:
@@ -62,7 +67,8 @@ def main() -> None:
     text = [
         "# The cost of refitting",
         evaluate.environment("benchmarks.refit_cost"),
-        "Most inputs: the largest C k k of a layer. Samples: for each unknown, at least. Peak: the "
+        "Most inputs: the largest C k k of a layer. Samples: for each unknown, at least. Memory: "
+        "what values of batches may take while they wait for the layers to come. Peak: the "
         "highest resident set during `zipfx.zip` less what was resident before.",
         evaluate.table(header, rows),
     ]

@@ -17,6 +17,7 @@ from test_laws import Mlp, ResidualCnn, ResidualMlp, redundant
 from torch import Tensor, nn
 
 import zipfx
+from zipfx import refit
 from zipfx.moments import Moments
 from zipfx.refit import Refit
 from zipfx.ridge import Missed, Normal, fit
@@ -476,6 +477,40 @@ def test_positions_can_be_left_out() -> None:
     assert gap(models, some, fresh) < bn
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("share", [0, 0.3, 0.7])
+def test_with_less_memory_batches_run_again_to_the_same_end(
+    monkeypatch: pytest.MonkeyPatch, share: float, own: bool
+) -> None:
+    models, kept, runs = strangers(), dict[int, int](), list[int]()
+    settle, advance = refit._Room.settle, refit._Batch.advance
+
+    def settled(room: refit._Room, batch: refit._Batch) -> None:
+        settle(room, batch)
+        kept[id(batch)] = batch.nbytes()
+        most.append(sum(kept.values()))
+
+    def advanced(batch: refit._Batch, step: Any) -> Any:
+        runs.append(batch.run is None)
+        return advance(batch, step)
+
+    monkeypatch.setattr(refit._Room, "settle", settled)
+    monkeypatch.setattr(refit._Batch, "advance", advanced)
+    data = [Batches(images(60, seed)) for seed in range(2)] if own else images(120)
+    most: list[int] = []
+    whole = merge(models, data, repair=Refit())
+    assert sum(runs) == 6  # every batch once
+    needed, most = max(most), []
+    kept.clear()
+    runs.clear()
+    less = merge(models, data, repair=Refit(memory=share * needed))
+    assert max(most) <= share * needed
+    assert sum(runs) > 6
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, less.state_dict()[name]), name
+    assert whole.meta["zipfx"].refits == less.meta["zipfx"].refits
+
+
 class Tokens(nn.Module):
     """A class token and a position code: at each position a feature has another origin."""
 
@@ -555,6 +590,7 @@ def test_what_is_not_refitted_is_named() -> None:
         ({"ridges": (-1.0,)}, r"ridges are \(-1.0,\)"),
         ({"rounds": -1}, r"rounds is -1: it must be at least 0"),
         ({"oversampling": 0}, r"oversampling is 0: it must be above 0"),
+        ({"memory": math.nan}, r"memory is nan: it must be at least 0 bytes"),
     ],
 )
 def test_settings_out_of_range(options: Any, message: str) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration, batch_size
@@ -43,6 +45,9 @@ class Refit:
             side: there, outputs that are beyond its bend already are left alone.
         oversampling: samples for each unknown of an output that are enough: where images have more
             positions, a regular grid of them is taken, another for every image.
+        memory: bytes; how large the values may be, in all, that batches keep for the layers to
+            come. Batches for which that is not enough are run from their inputs again for every
+            layer; the outcome is the same.
 
     Raises:
         ZipError: one of them is out of range.
@@ -51,6 +56,7 @@ class Refit:
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1, math.inf)
     rounds: int = 1
     oversampling: float = 25
+    memory: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.ridges or not min(self.ridges) >= 0:
@@ -59,6 +65,8 @@ class Refit:
             raise ZipError(f"rounds is {self.rounds}: it must be at least 0")
         if not self.oversampling > 0:
             raise ZipError(f"oversampling is {self.oversampling}: it must be above 0")
+        if not self.memory >= 0:
+            raise ZipError(f"memory is {self.memory}: it must be at least 0 bytes")
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,8 @@ def refit(
     """Refit the layers of `merged` in place.
 
     All batches are run side by side, layer by layer, so the values that later nodes still wait for
-    are kept for all of them: time is that of one pass, memory that of one moment of it.
+    are kept for all of them: time is that of one pass, memory that of one moment of it. Early
+    layers have the largest values, and are the ones that are soon run again where memory is short.
 
     Returns:
         What became of each layer, and the number of batches.
@@ -99,8 +108,9 @@ def refit(
     kept = [(t, t.clone()) for t in merged.buffers() if id(t) not in mine]  # forward may write
     with evaluating(merged, *modules), torch.no_grad():
         batches = _batches(merged, modules, data, steps)
+        room = _Room(settings.memory)
         for step in tqdm(steps, desc="zipfx: refit", disable=not progress, leave=False):
-            solution = _Fit(step, batches, settings).solve()
+            solution = _Fit(step, batches, settings, room).solve()
             changed = solution.changed
             if solution.parts:
                 measured = solution.statistics(step.layer.measured(solution.weights[0]))
@@ -115,18 +125,62 @@ def refit(
 
 @dataclass
 class _Batch:
-    """A batch on its way through the merged graph, and through those of models.
+    """A batch, and where it is on its way through the merged graph and through those of models.
 
+    line, lines: of the merged graph, and by model of those that its source needs; inputs: of all;
     first: number of its first image among those of its source; every: so many images, the last is
-    held out.
+    held out; run, runs: None until it starts.
     """
 
     source: int
+    line: Line
+    lines: dict[int, Line]
+    inputs: tuple[Any, ...]
     first: int
     images: int
-    merged: Run
     every: int = _HELD_OUT
-    models: dict[int, Run] = field(default_factory=dict)
+    run: Run | None = None
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    def advance(self, step: Step) -> Run:
+        """Up to what a layer reads in the merged graph, and what models have in its place."""
+        if self.run is None:
+            self.run = Run(self.line, clone_tensors(self.inputs))
+            self.runs = {k: Run(n, clone_tensors(self.inputs)) for k, n in self.lines.items()}
+        self.run.advance(step.node, inclusive=False)
+        for k in step.matrices[self.source]:
+            self.runs[k].advance(self.runs[k].line.named[step.target])
+        return self.run
+
+    def restart(self) -> None:
+        """Forget all values."""
+        self.run, self.runs = None, {}
+
+    def nbytes(self) -> int:
+        """Of the values that wait; views count once."""
+        runs = [run for run in (self.run, *self.runs.values()) if run is not None]
+        leaves = tree_leaves([list(run.values.values()) for run in runs])
+        storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+class _Room:
+    """What all batches may keep while others run."""
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.held: dict[int, int] = {}
+
+    def settle(self, batch: _Batch) -> None:
+        """A batch has been looked at: it keeps its values, or starts again when it is needed."""
+        if self.memory == math.inf:
+            return
+        others = sum(n for key, n in self.held.items() if key != id(batch))
+        size = batch.nbytes()
+        if others + size > self.memory:
+            batch.restart()
+            size = 0
+        self.held[id(batch)] = size
 
 
 def _batches(
@@ -136,19 +190,20 @@ def _batches(
     steps: Sequence[Step],
 ) -> list[_Batch]:
     line, *lines = [Line(m) for m in (merged, *modules)]
+    needed = [
+        {k: lines[k] for step in steps if step.asked[j].any() for k in step.matrices[j]}
+        for j in range(len(data.loaders))
+    ]
     seen: dict[int, int] = {}
     found = []
-    for source, (args, kwargs) in data.by_source():
+    for j, (args, kwargs) in data.by_source():
         inputs = positional(merged.forward, args, kwargs)
         n = batch_size((args, kwargs))
         if n == 0:
             continue
         n = n or 1
-        batch = _Batch(source, seen.get(source, 0), n, Run(line, clone_tensors(inputs)))
-        needed = {k for step in steps if step.asked[source].any() for k in step.matrices[source]}
-        batch.models = {k: Run(lines[k], clone_tensors(inputs)) for k in needed}
-        seen[source] = batch.first + n
-        found.append(batch)
+        found.append(_Batch(j, line, needed[j], inputs, seen.get(j, 0), n))
+        seen[j] = seen.get(j, 0) + n
     if not found:
         raise ZipError("the calibration data is empty: there is nothing to refit with")
     for batch in found:
@@ -159,8 +214,8 @@ def _batches(
 class _Fit:
     """One layer: gathers moments over all batches, and solves."""
 
-    def __init__(self, step: Step, batches: Sequence[_Batch], settings: Refit) -> None:
-        self.step, self.layer, self.settings = step, step.layer, settings
+    def __init__(self, step: Step, batches: Sequence[_Batch], settings: Refit, room: _Room) -> None:
+        self.step, self.layer, self.settings, self.room = step, step.layer, settings, room
         self.batches = [b for b in batches if bool(step.asked[b.source].any())]
         self.images = sum(b.images for b in self.batches)
         self.n = self.layer.weight().shape[-1]
@@ -181,10 +236,6 @@ class _Fit:
         """Of inputs and targets side by side, for each source: (most of the data, held out)."""
         parts = [[Moments(self.n // 2, self.n) for _ in self.step.asked] for _ in range(2)]
         for batch in self.batches:
-            batch.merged.advance(self.step.node, inclusive=False)
-            for k in self.step.matrices[batch.source]:
-                model = batch.models[k]
-                model.advance(model.line.named[self.step.target])
             for x, y, _, held in self._samples(batch):
                 parts[held][batch.source].add(torch.cat([x, y], -1))
         if not all(bool(m.finite().all()) for part in parts for m in part if m.count):
@@ -212,13 +263,14 @@ class _Fit:
         """Inputs (G, S, n), targets (G, S, o), what is added to these (G, S, o), some at a time,
         and whether they are held out."""
         step, layer = self.step, self.layer
-        patches = layer.patches(batch.merged.values[step.node.args[0]])  # type: ignore[index]
+        run = batch.advance(step)
+        patches = layer.patches(run.values[step.node.args[0]])  # type: ignore[index]
         patches = patches.movedim(step.images, 0)
-        targets = {k: batch.models[k].value(step.target) for k in step.matrices[batch.source]}
+        targets = {k: batch.runs[k].value(step.target) for k in step.matrices[batch.source]}
         made = {k: layer.results(t).movedim(step.images, 0) for k, t in targets.items()}
         skip = None
         if step.skip is not None:
-            skip = batch.merged.values[step.skip].expand(next(iter(targets.values())).shape)
+            skip = run.values[step.skip].expand(next(iter(targets.values())).shape)
             skip = layer.results(skip).movedim(step.images, 0)
         shape = next(iter(made.values())).shape
         grid = list(shape[1:-2])
@@ -244,6 +296,7 @@ class _Fit:
                 y = self._targets(batch.source, {k: taken(v, index) for k, v in made.items()})
                 older = torch.zeros_like(y[:, :1]) if skip is None else taken(skip, index)
                 yield x, y - older, older, bool(which % 2)
+        self.room.settle(batch)
 
     def _stride(self, batch: _Batch, rows: int, grid: Sequence[int]) -> int:
         """Of the positions that are taken, along each dimension of the grid.
