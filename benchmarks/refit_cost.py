@@ -1,7 +1,7 @@
 """What does refitting cost, beside the calibration pass on the same images?
 
     python -m benchmarks.refit_cost --out benchmarks/results/refit_cost_cpu_202611.md
-    python -m benchmarks.refit_cost --memory inf 256 64 --models resnet50 --images 64
+    python -m benchmarks.refit_cost --memory inf 512 128 --models resnet50 --images 64
 
 Two models of random weights and their merge; each sees half of the images, as with one loader for
 each task. "Calibration" is the pass that observes (both models run on all images), "refit" runs the
@@ -54,8 +54,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, nargs="+", help="MiB; only compares these")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    header = ("model", "pixels", "images", "rounds", "samples", "memory (MiB)", "calibration (s)", "refit (s)",
-              "ratio", "most inputs", "peak MiB")  # fmt: skip
+    header = ("model", "pixels", "images", "rounds", "samples", "memory (MiB)", "calibration (s)",
+              "refit (s)", "ratio", "most inputs", "peak MiB")  # fmt: skip
     settings = [zipfx.Refit(), zipfx.Refit(rounds=0), zipfx.Refit(rounds=0, oversampling=10)]
     if options.memory:
         settings = [zipfx.Refit(memory=mib * 2**20) for mib in options.memory]

@@ -20,6 +20,7 @@ import zipfx
 from benchmarks import (
     ablations,
     architectures,
+    beyond,
     checkpoints,
     data,
     evaluate,
@@ -373,3 +374,31 @@ def test_several_models_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 1 + 2 * len(several.REPAIRS)
     assert all(0 <= value <= 100 for scores in found.values() for pair in scores for value in pair)
     assert found["zip, refit"][0][0] > found["zip, none"][0][0]
+
+
+def test_what_a_refitted_output_misses_of_two_features_is_that_of_least_squares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beyond, "RIDGE", 0)
+    torch.manual_seed(0)
+    n, inputs, samples = 3, 5, 200
+    tasks = []
+    for _ in range(2):
+        x = torch.cat([torch.ones(samples, 1), torch.randn(samples, inputs)], 1).double()
+        tasks.append((x, x @ torch.randn(inputs + 1, n).double() + torch.randn(samples, n)))
+    products = [(r := torch.cat(task, 1)).mT @ r / samples for task in tasks]
+    loss, variance = beyond.missed(products, torch.arange(n))
+
+    def fitted(x: Tensor, y: Tensor) -> Tensor:
+        return x @ torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+
+    for i in range(n):
+        for j in range(n):
+            (x, y), (other, z) = tasks
+            both = torch.cat([x, other]), torch.cat([y[:, i], z[:, j]])
+            across = (fitted(*both) - both[1]).square().sum() / samples
+            mean = fitted(x, (y[:, i] + y[:, j]) / 2)
+            within = sum((mean - y[:, k]).square().sum() / samples for k in (i, j))
+            assert float(loss[i, n + j]) == pytest.approx(float(across), rel=1e-9)
+            assert float(loss[i, j]) == pytest.approx(float(within), rel=1e-9)
+    assert torch.allclose(variance, torch.cat([y.var(0, correction=0) for _, y in tasks]))
