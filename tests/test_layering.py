@@ -18,7 +18,7 @@ ORDER = """
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay
-    correspond observe fuse pairing weigh heads rewrite assemble unfold targets refit repair
+    correspond observe fuse pairing weigh heads rewrite assemble opaque unfold targets refit repair
     report zip
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -3,7 +3,8 @@
 A refit stops before each layer of a graph, to see what it reads. `nn.MultiheadAttention` is one
 node with four projections in it, and `F.linear(x, weight)` is none that knows its weight. Here such
 nodes become several, or a module, on the same memory: what is written there is written to the
-model.
+model. A function that hands weights on to `F.linear` becomes pieces (`opaque`), with those layers
+between them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.correspond import attribute, tensors_at
+from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
@@ -43,15 +45,18 @@ def title(node: fx.Node) -> str:
     return found
 
 
-def unfold(module: fx.GraphModule, *, to_write: bool = True) -> fx.GraphModule:
-    """The same graph with `nn.MultiheadAttention`, `F.linear` and `F.conv1d` to `conv3d` unfolded;
-    nodes keep their names, tensors their memory.
+def unfold(
+    module: fx.GraphModule, inputs: Sequence[Any], *, to_write: bool = True
+) -> fx.GraphModule:
+    """The same graph with `nn.MultiheadAttention`, `F.linear`, `F.conv1d` to `conv3d`, and
+    functions that call `F.linear` unfolded; nodes keep their names, tensors their memory.
 
     Args:
         module: a traced model, or a merged one.
+        inputs: one value for each placeholder, to see what functions do.
         to_write: leave alone what shares its weights with another node. Else attention is unfolded
-            wherever it is, so that its parts have values to read, and functions are not: their
-            nodes have those anyway.
+            wherever it is, so that its parts have values to read, and `F.linear` and convolutions
+            are not: their nodes have those anyway.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -59,16 +64,17 @@ def unfold(module: fx.GraphModule, *, to_write: bool = True) -> fx.GraphModule:
     ...         self.attention = nn.MultiheadAttention(8, 2)
     ...     def forward(self, x):
     ...         return self.attention(x, x, x)[0]
-    >>> wide = unfold(fx.symbolic_trace(Net()))
+    >>> wide = unfold(fx.symbolic_trace(Net()), [torch.zeros(3, 1, 8)])
     >>> [title(node) for node in wide.graph.nodes if node.op == "call_module"][:3]
     ['attention.query', 'attention.key', 'attention.value']
     """
-    return _Unfolding(module, to_write).result()
+    return _Unfolding(module, inputs, to_write).result()
 
 
 class _Unfolding:
-    def __init__(self, module: fx.GraphModule, to_write: bool) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], to_write: bool) -> None:
         self.to_write = to_write
+        self.inner = inner_layers(module, inputs)
         self.module, self.graph = module, copy.deepcopy(module.graph)
         self.made: dict[str, nn.Module] = {}
         self.uses = Counter(id(t) for n in module.graph.nodes for t in tensors_at(module, n))
@@ -82,6 +88,8 @@ class _Unfolding:
                     self._attention(node, leaf)
             elif node.target in (F.linear, *_CONVOLUTIONS) and self.to_write:
                 self._function(node)
+            elif node.name in self.inner:
+                self._pieces(node, self.inner[node.name])
         used = {str(n.target) for n in self.graph.nodes if n.op in ("call_module", "get_attr")}
         parts = {t: self.made.get(t) or attribute(self.module, t) for t in used}
         return fx.GraphModule(parts, self.graph, type(self.module).__name__)
@@ -153,6 +161,40 @@ class _Unfolding:
         self._becomes(node, str(weights[0].target), layer, x)
         for w in own:
             self.graph.erase_node(w)
+
+    def _pieces(self, node: fx.Node, inner: Sequence[Inner]) -> None:
+        arguments = arguments_of(node)
+        assert arguments is not None
+
+        def free(name: str | None) -> bool:
+            t = None if name is None else attribute(self.module, arguments[name].target)
+            return t is None or not self.to_write or self.uses[id(t)] == 1
+
+        inner = [(w, b) for w, b in inner if free(w) and free(b)]
+        if not inner:
+            return
+        own = {name: arguments.pop(name) for pair in inner for name in pair if name is not None}
+        tensors = {name: attribute(self.module, get.target) for name, get in own.items()}
+        function: Any = node.target
+        made: list[fx.Node] = []
+        with self.graph.inserting_before(node):
+            for weight, bias in inner:
+                path = str(own[weight].target)
+                before = Piece(function, inner, tensors, stops=True)
+                target = self._add(f"{path}.before", before)
+                x = self.graph.call_module(target, tuple(made), arguments)
+                self._name(x, node, f"before_{weight}")
+                layer = _linear(tensors[weight], None if bias is None else tensors[bias])
+                made.append(self.graph.call_module(self._add(path, layer), (x,)))
+                self._name(made[-1], node, weight)
+                made[-1].meta[TITLE_KEY] = path.removesuffix(".weight")
+                made[-1].meta[PART_KEY] = self._source(node), path, 0, len(tensors[weight])
+        after = Piece(function, inner, tensors, stops=False)
+        node.op, node.target = "call_module", self._add(f"{node.name}.after", after)
+        node.args, node.kwargs = tuple(made), arguments
+        for get in own.values():
+            if not get.users:
+                self.graph.erase_node(get)
 
     def _add(self, path: str, layer: nn.Module) -> str:
         """Where the layer is put: not inside a module, which is the model's."""

@@ -214,7 +214,8 @@ def zip(
             if repair == "bn" and data is not None:
                 counts["repair"] = repair_batch_norm(merged, data, progress=progress)
             elif isinstance(refitting, Refit) and data is not None:
-                wide, wides = unfold(merged), [unfold(m, to_write=False) for m in modules]
+                wide = unfold(merged, inputs)
+                wides = [unfold(m, inputs, to_write=False) for m in modules]
                 steps, left = plan_targets(wide, job, plans, len(data.loaders), wides)
                 refits, counts["repair"] = refit(
                     wide, wides, steps, data, refitting, progress=progress

@@ -1,0 +1,188 @@
+"""Opaque: linear layers inside functions that stay one node of the graph.
+
+A function that the tracer does not look into, such as the windowed attention of torchvision's Swin,
+is given weights and hands them on to `F.linear`. To stop at such a layer the function runs up to
+that call and no further; to go on, it runs with the outputs of the layers before as those calls'
+results. It is not looked into, so it may do with them whatever it likes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zipfx.correspond import attribute
+from zipfx.trace import alias, clone_tensors
+from zipfx.untouched import untouched
+
+#: names of the arguments of a function that are the weight and the bias of a layer; None: it has
+#: none, or one that the function makes, and adds as before
+Inner = tuple[str, str | None]
+
+
+class _Reached(Exception):  # noqa: N818  (nothing is wrong)
+    """A function has come to the layer at which it is to stop."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+class _Linears(TorchFunctionMode):
+    """Answers the calls of F.linear with weights of one's own; `meet` is told the number of the
+    weight, its input and the bias, and returns the output, or None to compute it."""
+
+    def __init__(
+        self,
+        own: Sequence[Tensor],
+        meet: Callable[[int, Tensor, Tensor | None], Tensor | None],
+    ) -> None:
+        super().__init__()
+        self.own, self.meet = own, meet
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
+            for i, weight in enumerate(self.own):
+                if given["weight"] is weight:
+                    result = self.meet(i, given["input"], given.get("bias"))
+                    if result is not None:
+                        return result
+        return func(*args, **kwargs)
+
+
+class Piece(nn.Module):
+    """A function between two of its layers.
+
+    forward takes the outputs of the layers that came before, in the order of their calls, and the
+    function's other arguments by name.
+
+    Args:
+        function: to run.
+        inner: all its layers, in the order in which it calls them.
+        tensors: their weights and biases, by argument. They are kept out of the module's own.
+        stops: whether it ends at the next layer, with what that reads; else with the result.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inner: Sequence[Inner],
+        tensors: Mapping[str, Tensor],
+        *,
+        stops: bool,
+    ) -> None:
+        super().__init__()
+        self.function, self.tensors, self.stops = function, dict(tensors), stops
+        self.own = [tensors[w] for w, _ in inner]
+        self.biased = [b is not None for _, b in inner]
+
+    def forward(self, *made: Tensor, **arguments: Any) -> Any:
+        def meet(i: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
+            if i < len(made):
+                y = made[i].clone()  # the function may write to it
+                return y if bias is None or self.biased[i] else y + bias
+            if self.stops:
+                raise _Reached(x)
+            return None
+
+        if self.stops:  # what it writes to its arguments it shall write once
+            arguments = clone_tensors(arguments)
+        try:
+            with _Linears(self.own, meet):
+                result = self.function(**arguments, **self.tensors)
+        except _Reached as reached:
+            return reached.x
+        if self.stops:
+            raise RuntimeError(
+                f"{self.function.__name__} does not call F.linear here as on example_inputs; pass "
+                "example_inputs that take the same way through it as the calibration data"
+            )
+        return result
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any] | None:
+    """Of a call of a Python function, by name; None: it has none, or they are not known."""
+    if node.op != "call_function" or not isinstance(node.target, FunctionType):
+        return None
+    try:
+        signature = inspect.signature(node.target)
+        bound = signature.bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    kinds = {signature.parameters[name].kind for name in bound.arguments}
+    return dict(bound.arguments) if kinds <= set(by_name) else None
+
+
+def _parameters(module: nn.Module, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that are parameters of the module, and their paths."""
+    nodes = {n: a for n, a in arguments.items() if isinstance(a, fx.Node) and a.op == "get_attr"}
+    return {
+        name: str(node.target)
+        for name, node in nodes.items()
+        if isinstance(attribute(module, str(node.target)), nn.Parameter)
+    }
+
+
+class _Listening(fx.Interpreter):
+    """Notes the layers inside functions, in the order of their calls."""
+
+    found: dict[str, list[Inner]]
+
+    def run_node(self, n: fx.Node) -> Any:
+        arguments = arguments_of(n)
+        own = {} if arguments is None else _parameters(self.module, arguments)
+        if not own:
+            return super().run_node(n)
+        assert arguments is not None
+        tensors = {name: self.env[arguments[name]] for name in own}
+        heard: list[Inner] = []
+
+        def meet(i: int, _: Tensor, bias: Tensor | None) -> None:
+            same = [name for name, t in tensors.items() if t is bias]
+            heard.append((list(tensors)[i], same[0] if same else None))
+
+        with _Linears(list(tensors.values()), meet):
+            result = super().run_node(n)
+        calls = [weight for weight, _ in heard]
+        inner = [pair for pair in heard if calls.count(pair[0]) == 1]
+        if inner:
+            self.found[n.name] = inner
+        return result
+
+
+def inner_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Inner]]:
+    """By name of a node: the linear layers inside the function that it calls, each called once.
+
+    >>> def mixed(x, weight, bias):
+    ...     return F.linear(x.flip(-1), weight, bias) + x
+    >>> graph = fx.Graph()
+    >>> nodes = [graph.placeholder("x"), graph.get_attr("weight"), graph.get_attr("bias")]
+    >>> _ = graph.output(graph.call_function(mixed, tuple(nodes)))
+    >>> net = fx.GraphModule(nn.Linear(3, 3), graph)
+    >>> inner_layers(net, [torch.ones(2, 3)])
+    {'mixed': [('weight', 'bias')]}
+    """
+    if not any(
+        _parameters(module, arguments)
+        for node in module.graph.nodes
+        if (arguments := arguments_of(node)) is not None
+    ):
+        return {}
+    twin = alias(module).eval()
+    engine = _Listening(twin, graph=module.graph)
+    engine.found = {}
+    with untouched([*twin.parameters(), *twin.buffers()]), torch.no_grad():
+        engine.run(*clone_tensors(tuple(inputs)))
+    return engine.found
