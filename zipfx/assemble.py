@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,7 @@ from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
-from zipfx.rewrite import (
-    HEADS,
-    MergedModule,
-    Tree,
-    build,
-    copy_head,
-    copy_trunk,
-    plant,
-    plant_unused,
-)
+from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
 from zipfx.trace import named_tensors
 
@@ -43,16 +34,16 @@ class Assembly:
         """Everything merged, structured as model 0."""
         source = self.modules[0]
         nodes = list(source.graph.nodes)
-        tree = Tree(source, self._trunk_value())
-        plant(tree, nodes)
-        unused = plant_unused(tree, source, self._used(0))
+        root, unused = self._planted(nodes, [])
         graph = fx.Graph()
         seen = copy_trunk(graph, nodes[:-1])
         graph.output(fx.node.map_arg(nodes[-1].args[0], seen.__getitem__))
-        notes = [f"kept though the traced graph does not use it: {', '.join(unused)}"] * bool(
-            unused
-        )
-        return build(tree.root, graph, type(source).__name__), [], notes
+        notes = [
+            f"kept though the traced graph does not use it: {', '.join(names)}"
+            for names in unused.values()
+            if names
+        ]
+        return build(root, graph, type(source).__name__), [], notes
 
     def partial(self) -> tuple[MergedModule, list[HeadPlan], list[str]]:
         """Trunk up to the cut, one head per model after it."""
@@ -61,32 +52,31 @@ class Assembly:
         trunk = self._trunk(list(source.graph.nodes)[: last + 1])
         self._check_state()
         plans = self._head_plans()
-        tree = Tree(source, self._trunk_value())
-        plant(tree, trunk)
-        if HEADS in tree.root._modules:
-            raise ZipError(
-                f"the models have a module named {HEADS!r} before the cut, which is where zipfx "
-                "puts the heads of a partial zip; rename it, or zip the heads of it one by one"
-            )
-        heads = nn.ModuleList([nn.Module() for _ in self.modules])
-        tree.root.add_module(HEADS, heads)
+        nodes = [list(module.graph.nodes) for module in self.modules]
+        root, unused = self._planted(trunk, plans)
         graph = fx.Graph()
         seen = copy_trunk(graph, trunk)
-        copies = {i: seen[n] for i, n in enumerate(source.graph.nodes) if n in seen}
-        outputs, notes = [], []
-        for k, (module, plan_k) in enumerate(zip(self.modules, plans, strict=True)):
-            nodes = list(module.graph.nodes)
-            twig = Tree(module, head_value(plan_k), heads[k])
-            mine = [nodes[i] for i in plan_k.nodes]
-            plant(twig, mine)
-            used = self._used(k)
-            unused = plant_unused(twig, module, used)
-            notes += [f"head {k} keeps what its graph does not use: {', '.join(unused)}"] * bool(
-                unused
-            )
-            outputs.append(copy_head(graph, tree.root, nodes, copies, plan_k, k))
-        graph.output(tuple(outputs))
-        return build(tree.root, graph, type(source).__name__), plans, notes
+        copies = {i: seen[n] for i, n in enumerate(nodes[0]) if n in seen}
+        graph.output(
+            tuple(copy_head(graph, root, nodes[k], copies, p, k) for k, p in enumerate(plans))
+        )
+        notes = [
+            f"head {k} keeps what its graph does not use: {', '.join(names)}"
+            for k, names in unused.items()
+            if names
+        ]
+        return build(root, graph, type(source).__name__), plans, notes
+
+    def _planted(
+        self, trunk: Sequence[fx.Node], plans: Sequence[HeadPlan]
+    ) -> tuple[nn.Module, dict[int, list[str]]]:
+        nodes: dict[Part, Sequence[fx.Node]] = {None: trunk}
+        values: dict[Part, ValueOf] = {None: self._trunk_value()}
+        for k, plan_k in enumerate(plans):
+            mine = list(self.modules[k].graph.nodes)
+            nodes[k] = [mine[i] for i in plan_k.nodes]
+            values[k] = head_value(plan_k)
+        return planted(dict(enumerate(self.modules)), nodes, values)
 
     def _check_state(self) -> None:
         """What forward writes before the cut and reads after it can not be in both places."""
@@ -111,11 +101,7 @@ class Assembly:
                 kept.discard(node)
         return [node for node in nodes if node in kept]
 
-    def _used(self, k: int) -> set[int]:
-        module = self.modules[k]
-        return {id(t) for node in module.graph.nodes for t in tensors_at(module, node)}
-
-    def _trunk_value(self) -> Callable[[str, Tensor], Tensor]:
+    def _trunk_value(self) -> ValueOf:
         analysis, modules = self.analysis, self.modules
         corresponding = counterparts(modules, analysis.grouping.last)
         known = named_tensors(modules[0])
@@ -185,7 +171,7 @@ class Assembly:
         return found
 
 
-def head_value(plan_k: HeadPlan) -> Callable[[str, Tensor], Tensor]:
+def head_value(plan_k: HeadPlan) -> ValueOf:
     """The weights of a head: the model's own, with U where the plan puts it."""
 
     def value(path: str, t: Tensor) -> Tensor:

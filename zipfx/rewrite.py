@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.correspond import attribute
+from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
 from zipfx.spaces import mix, select
@@ -22,7 +22,11 @@ from zipfx.trace import clone_tensors
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
 SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
+#: functions that a merge puts between trunk and head
+INSERTED = (clone_tensors, torch.index_select, select, mix)
 
+Part = int | None  # of a merge: a head, by its number, or the trunk
+ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
 
 _TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -73,7 +77,7 @@ class Tree:
     def __init__(
         self,
         source: nn.Module,
-        value_of: Callable[[str, Tensor], Tensor],
+        value_of: ValueOf,
         root: nn.Module | None = None,
     ) -> None:
         self.source, self.value_of = source, value_of
@@ -100,9 +104,8 @@ class Tree:
         memo: dict[int, Any] = {}
         for prefix, module in source.named_modules():
             full = ".".join(p for p in (path, prefix) if p)
-            for key, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is not None:
-                    memo[id(t)] = self._new(f"{full}.{key}", t)
+            for key, t in own_tensors(module).items():
+                memo[id(t)] = self._new(f"{full}.{key}", t)
         holder.add_module(name, copy.deepcopy(source, memo))
 
     def tensor(self, path: str) -> None:
@@ -132,6 +135,12 @@ class Tree:
         return self._made[id(t)]
 
 
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and other tensors that are attributes of a module itself."""
+    entries = (*module._parameters.items(), *module._buffers.items(), *vars(module).items())
+    return {name: t for name, t in entries if isinstance(t, Tensor)}
+
+
 def _container(source: nn.Module) -> nn.Module:
     for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
         if isinstance(source, kind):
@@ -159,8 +168,9 @@ def plant(tree: Tree, nodes: Sequence[fx.Node]) -> None:
         tree.tensor(path)
 
 
-def plant_unused(tree: Tree, source: nn.Module, used: set[int]) -> list[str]:
+def plant_unused(tree: Tree, source: fx.GraphModule) -> list[str]:
     """Bring in the parameters that no node uses (auxiliary heads, say), so that none is lost."""
+    used = {id(t) for node in source.graph.nodes for t in tensors_at(source, node)}
     kept = []
     for path, module in source.named_modules():
         own = {
@@ -177,6 +187,37 @@ def plant_unused(tree: Tree, source: nn.Module, used: set[int]) -> list[str]:
                 tree.tensor(f"{path}.{key}" if path else key)
         kept += [f"{path}.{key}" if path else key for key in idle]
     return kept
+
+
+def planted(
+    modules: Mapping[int, fx.GraphModule],
+    nodes: Mapping[Part, Sequence[fx.Node]],
+    values: Mapping[Part, ValueOf],
+) -> tuple[nn.Module, dict[int, list[str]]]:
+    """The module tree of a merge, and what it keeps of each model though no node uses it.
+
+    nodes: those of model 0 that are the trunk, and those of model k that are head k (a full zip has
+    none); values: of the tensors of each part.
+    """
+    tree = Tree(modules[0], values[None])
+    plant(tree, nodes[None])
+    heads = [k for k in nodes if k is not None]
+    if not heads:
+        return tree.root, {0: plant_unused(tree, modules[0])}
+    if HEADS in tree.root._modules:
+        raise ZipError(
+            f"the models have a module named {HEADS!r} before the cut, which is where zipfx puts "
+            "the heads of a partial zip; rename it, or zip the heads of it one by one"
+        )
+    homes = nn.ModuleList()
+    tree.root.add_module(HEADS, homes)
+    unused = {}
+    for k in heads:
+        twig = Tree(modules[k], values[k], nn.Module())
+        homes.add_module(str(k), twig.root)
+        plant(twig, nodes[k])
+        unused[k] = plant_unused(twig, modules[k])
+    return tree.root, unused
 
 
 def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -122,16 +122,25 @@ def trace(
             return _as_traced(model, device)
         if tracer is not None or inputs is None:
             return _traced(model, tracer or Tracer(), device)
-        bound = _bound(model, inputs)
-        ways: list[Callable[[], fx.Tracer]] = [Tracer, lambda: ExampleTracer(clone_tensors(bound))]
-        given = all(x is not None for x in bound)  # what is not given could be a mask
-        if given and any(type(m) in OPENED for m in model.modules()):
-            ways.insert(0, lambda: ExampleTracer(clone_tensors(bound), opened=True))
-        for make in ways:
+        *first, last = ways(model, inputs)
+        for make in first:
             with suppress(ZipError):
                 return _checked(_traced(model, make(), device), model, inputs)
-        writes = ExampleTracer(clone_tensors(bound), writes=True)
-        return _checked(_traced(model, writes, device), model, inputs)
+        return _checked(_traced(model, last(), device), model, inputs)
+
+
+def ways(model: nn.Module, inputs: Sequence[Any]) -> list[Callable[[], fx.Tracer]]:
+    """The ways to trace a model with inputs, in the order in which they are tried."""
+    bound = _bound(model, inputs)
+    found: list[Callable[[], fx.Tracer]] = [
+        Tracer,
+        lambda: ExampleTracer(clone_tensors(bound)),
+        lambda: ExampleTracer(clone_tensors(bound), writes=True),
+    ]
+    given = all(x is not None for x in bound)  # what is not given could be a mask
+    if given and any(type(m) in OPENED for m in model.modules()):
+        found.insert(0, lambda: ExampleTracer(clone_tensors(bound), opened=True))
+    return found
 
 
 def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
