@@ -5,6 +5,7 @@ merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 
 from zipfx.analyze import analyze
 from zipfx.errors import ZipError
+from zipfx.files import load, save
 from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.matrices import Linear, Matching
 from zipfx.refit import Refit, Refitted
@@ -40,6 +41,8 @@ __all__ = [
     "ZipError",
     "analyze",
     "head",
+    "load",
     "register_rule",
+    "save",
     "zip",
 ]

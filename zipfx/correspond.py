@@ -175,7 +175,7 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     if node.op == "call_module":
         leaf = module.get_submodule(str(node.target))
         summary["layer"] = f"{type(leaf).__name__}({leaf.extra_repr()})"
-        summary["settings"] = _settings(leaf)
+        summary["settings"] = settings(leaf)
     elif node.op not in ("get_attr", "output", "placeholder"):
         summary["function"] = str(node.target)
     if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), Tensor):
@@ -188,7 +188,7 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     return summary
 
 
-def _settings(leaf: nn.Module) -> dict[str, str]:
+def settings(leaf: nn.Module) -> dict[str, str]:
     """The plain attributes of a module and its children: not all of them are in extra_repr."""
     plain = (bool, int, float, str, tuple, list, torch.dtype, type(None))
     return {

@@ -42,6 +42,7 @@ class MergedModule(fx.GraphModule):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         for (_, old), (_, new) in zip(self.named_modules(), twin.named_modules(), strict=True):
             new.training = old.training
+        type(twin).__name__ = type(self).__name__  # of a class that is this one's alone
         return twin
 
     def __reduce__(self) -> Any:

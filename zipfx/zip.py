@@ -37,6 +37,7 @@ from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.spaces import Space
+from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
 from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
@@ -224,6 +225,8 @@ def zip(
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
+    own_tracer = None if tracer is None else type(tracer).__qualname__
+    merged.meta[TRACED] = Traced(described(inputs), own_tracer)
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,

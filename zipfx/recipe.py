@@ -1,0 +1,268 @@
+"""Recipe: a merged graph as plain values, and a merged module from a recipe and traced models.
+
+Each node of a merge copies a node of a model, or is one of a few that were put between trunk and
+head. So a recipe need not say what a node is, only which one it copies and what that reads:
+functions, layers and settings are those of the models at hand, and nothing in a recipe is ever run.
+What it says of them beyond that is compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zipfx.correspond import settings
+from zipfx.errors import ZipError
+from zipfx.rewrite import (
+    HEAD_KEY,
+    HEADS,
+    INSERTED,
+    SOURCE_KEY,
+    MergedModule,
+    Part,
+    ValueOf,
+    build,
+    planted,
+)
+from zipfx.tracers import name_of
+
+#: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
+Take = Callable[[str, Tensor | None], Tensor]
+
+_OWN = re.compile(r"unmerge_\d+")  # buffers that heads have and models do not
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NAMED = ("call_module", "get_attr")
+
+
+@dataclass(frozen=True)
+class Does:
+    """What a node does, as text.
+
+    target: qualified name of its module or attribute in the model, or name of its function;
+    arguments: with _ for each node; layer: type of its module; settings: of that module.
+    """
+
+    op: str
+    target: str
+    arguments: str
+    layer: str = ""
+    settings: dict[str, str] | None = None
+
+    def difference(self, other: Does) -> str | None:
+        """What is not the same; settings that only one knows are those of another torch."""
+        ours, theirs = self.settings or {}, other.settings or {}
+        fields = ("op", "target", "layer", "arguments")
+        pairs = [(f, getattr(self, f), getattr(other, f)) for f in fields]
+        pairs += [(key, ours[key], theirs[key]) for key in ours if key in theirs]
+        return next((f"{n} was {a} and is {b}" for n, a, b in pairs if a != b), None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node of a merge: of which part it is, the names of the nodes that it reads, in the order of
+    its arguments, and the node of the model that it copies (None: it was inserted, see `dims`)."""
+
+    name: str
+    part: int | None
+    source: str | None
+    reads: tuple[str, ...]
+    does: Does
+    dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A merged graph. heads: those it has, of all models (none: a full zip); results: what it
+    returns, one step for each head; several make a tuple."""
+
+    models: int
+    heads: tuple[int, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Step, ...]
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """The models that nodes are copied from."""
+        return tuple(sorted({0, *self.heads}))
+
+
+def recipe_of(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:
+    """The recipe of a merged module.
+
+    Raises:
+        ZipError: its graph is no longer the one that zip made.
+    """
+    homes = merged.get_submodule(HEADS)._modules if partial else {}
+    heads = tuple(int(k) for k in homes)
+    *nodes, output = merged.graph.nodes
+    found = output.args[0]
+    values: Sequence[Any] = found if len(heads) > 1 else (found,)
+    if len(heads) > 1 and not (isinstance(found, tuple) and len(found) == len(heads)):
+        raise ZipError(
+            f"it no longer returns a tuple with one entry for each of {len(heads)} heads"
+        )
+    results = tuple(
+        Step("output", k, "output", _reads(value), Does("output", "output", _text(value)))
+        for k, value in zip(heads or (None,), values, strict=True)
+    )
+    return Recipe(models, heads, tuple(_step(merged, node) for node in nodes), results)
+
+
+def _step(merged: fx.GraphModule, node: fx.Node) -> Step:
+    part, source = node.meta.get(HEAD_KEY), node.meta.get(SOURCE_KEY)
+    does, reads = _does(merged, node, part), _reads((node.args, node.kwargs))
+    given: Any = ()
+    if source is None:
+        if node.target in INSERTED:
+            given = node.args[1] if len(node.args) > 1 else ()
+        elif not (node.op == "get_attr" and part is not None and _OWN.fullmatch(does.target)):
+            raise ZipError(f"node {node.name!r} ({node.op} {does.target}) was put into its graph")
+    dims = given if isinstance(given, (tuple, list)) else (given,)
+    return Step(node.name, part, source, reads, does, tuple(dims))
+
+
+def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
+    target = name_of(node.target)
+    if part is not None and node.op in _NAMED:
+        target = target.removeprefix(f"{HEADS}.{part}.")
+    text = _text((node.args, node.kwargs))
+    if node.op != "call_module":
+        return Does(node.op, target, text)
+    leaf = module.get_submodule(str(node.target))
+    known = {key: _ADDRESS.sub("", value) for key, value in settings(leaf).items()}
+    return Does(node.op, target, text, type(leaf).__name__, known)
+
+
+class _Blank:
+    """A node as an argument, or what depends on the machine."""
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+def _text(arguments: Any) -> str:
+    def blank(a: Any) -> Any:
+        return _Blank() if isinstance(a, (fx.Node, torch.device)) else a
+
+    return _ADDRESS.sub("", str(fx.node.map_aggregate(arguments, blank)))
+
+
+def _reads(arguments: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    fx.node.map_arg(arguments, lambda n: found.append(n.name))
+    return tuple(found)
+
+
+def misfit(recipe: Recipe, k: int, module: fx.GraphModule) -> str | None:
+    """The first thing that model k, traced, does otherwise than the recipe says (None: nothing)."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    parts = {k} | ({None} if k == 0 else set())
+    for step in recipe.steps:
+        if step.part in parts and step.source is not None:
+            if step.source not in nodes:
+                return f"it has no node {step.source!r} ({step.does.op} {step.does.target})"
+            found = step.does.difference(_does(module, nodes[step.source]))
+            if found is not None:
+                return f"at node {step.source!r} ({step.does.op} {step.does.target}): {found}"
+    output = next(iter(reversed(module.graph.nodes)))
+    for step in recipe.results:
+        if step.part in parts and step.does.arguments != _text(output.args[0]):
+            return f"it returns {_text(output.args[0])}, not {step.does.arguments}"
+    return None
+
+
+def rebuilt(recipe: Recipe, modules: Mapping[int, fx.GraphModule], take: Take) -> MergedModule:
+    """The merged module.
+
+    Args:
+        modules: the traced models that `recipe.needs`, without a `misfit`; left unchanged.
+
+    Raises:
+        ZipError: the recipe does not make sense.
+    """
+    nodes = {k: {node.name: node for node in m.graph.nodes} for k, m in modules.items()}
+    parts: tuple[Part, ...] = (None, *recipe.heads)
+    sources: dict[Part, list[fx.Node]] = {part: [] for part in parts}
+    if [step.part for step in recipe.results] != list(parts[1:] or parts):
+        raise ZipError(f"{len(recipe.results)} results are not one for each part of {parts}")
+    for step in recipe.steps:
+        if step.part not in sources:
+            raise ZipError(f"node {step.name!r} is of head {step.part}, which is not there")
+        if step.source is not None:
+            sources[step.part].append(nodes[step.part or 0][step.source])
+    values: dict[Part, ValueOf] = {part: _values(part, take) for part in parts}
+    root, _ = planted(modules, sources, values)
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for step in recipe.steps:
+        if step.name in made:
+            raise ZipError(f"there are two nodes {step.name!r}")
+        if step.source is None:
+            made[step.name] = _inserted(graph, root, step, made, take)
+        else:
+            source = nodes[step.part or 0][step.source]
+            made[step.name] = _copied(graph, source, step, made)
+    results = []
+    for step in recipe.results:
+        output = next(iter(reversed(modules[step.part or 0].graph.nodes)))
+        results.append(_with_reads(output.args[0], step, made))
+    graph.output(tuple(results) if len(results) > 1 else results[0])
+    return build(root, graph, type(modules[0]).__name__)
+
+
+def _values(part: Part, take: Take) -> ValueOf:
+    prefix = "" if part is None else f"{HEADS}.{part}."
+    return lambda path, t: take(prefix + path, t)
+
+
+def _copied(graph: fx.Graph, source: fx.Node, step: Step, made: Mapping[str, fx.Node]) -> fx.Node:
+    args, kwargs = _with_reads((source.args, source.kwargs), step, made)
+    target: Any = source.target
+    if step.part is not None and source.op in _NAMED:
+        target = f"{HEADS}.{step.part}.{target}"
+    node = graph.create_node(source.op, target, args, kwargs, step.name, source.type)
+    node.meta = {**source.meta, SOURCE_KEY: source.name}
+    node.meta.pop(HEAD_KEY, None)
+    if step.part is not None:
+        node.meta[HEAD_KEY] = step.part
+    return node
+
+
+def _inserted(
+    graph: fx.Graph, root: nn.Module, step: Step, made: Mapping[str, fx.Node], take: Take
+) -> fx.Node:
+    functions: dict[str, Any] = {f.__name__: f for f in INSERTED}
+    home = f"{HEADS}.{step.part}"
+    if step.does.op == "get_attr" and step.part is not None and _OWN.fullmatch(step.does.target):
+        path = f"{home}.{step.does.target}"
+        root.get_submodule(home).register_buffer(step.does.target, take(path, None))
+        node = graph.create_node("get_attr", path, name=step.name)
+    elif step.does.target in functions and len(step.reads) == (2 if step.dims else 1):
+        x, *by = (_read(name, step, made) for name in step.reads)
+        one = step.does.target == "index_select"  # the others take several dimensions
+        args = (x, step.dims[0] if one else step.dims, *by) if by else (x,)
+        node = graph.create_node("call_function", functions[step.does.target], args, name=step.name)
+    else:
+        raise ZipError(f"node {step.name!r} copies no node of a model")
+    if step.part is not None:
+        node.meta[HEAD_KEY] = step.part
+    return node
+
+
+def _with_reads(arguments: Any, step: Step, made: Mapping[str, fx.Node]) -> Any:
+    """The arguments of a model's node, with the nodes that the step reads in place of its own."""
+    reads = [_read(name, step, made) for name in step.reads]
+    if len(_reads(arguments)) != len(reads):
+        raise ZipError(f"node {step.name!r} reads {len(reads)} nodes, that of the model does not")
+    return fx.node.map_arg(arguments, lambda _: reads.pop(0))
+
+
+def _read(name: str, step: Step, made: Mapping[str, fx.Node]) -> fx.Node:
+    if name not in made:
+        raise ZipError(f"node {step.name!r} reads node {name!r}, which does not come before it")
+    return made[name]
