@@ -511,6 +511,22 @@ def test_with_less_memory_batches_run_again_to_the_same_end(
     assert whole.meta["zipfx"].refits == less.meta["zipfx"].refits
 
 
+class Refilled(Batches):
+    """A loader that fills the same memory for each batch."""
+
+    def __iter__(self) -> Any:
+        memory = torch.empty_like(self.batches[0][0])
+        for (x,) in self.batches:
+            memory.copy_(x)
+            yield (memory,)
+
+
+def test_a_loader_may_fill_the_same_memory_again() -> None:
+    models, data = strangers(), images(80)
+    kept, refilled = (merge(models, d, repair="refit") for d in (data, Refilled(data)))
+    assert torch.equal(run(kept, data[0]), run(refilled, data[0]))
+
+
 class Tokens(nn.Module):
     """A class token and a position code: at each position a feature has another origin."""
 

@@ -16,19 +16,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from zipfx.correspond import attribute
-from zipfx.trace import alias, clone_tensors
+from zipfx.trace import alias, clone_tensors, close, leaves
 from zipfx.untouched import untouched
 
 #: names of the arguments of a function that are the weight and the bias of a layer; None: it has
-#: none, or one that the function makes, and adds as before
+#: none, or one that is no parameter as it is, and that the function adds as before
 Inner = tuple[str, str | None]
 
 
-class _Reached(Exception):  # noqa: N818  (nothing is wrong)
-    """A function has come to the layer at which it is to stop."""
+class _Reached(BaseException):
+    """A function has come to the layer at which it is to stop; its own `except` shall not mind."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -37,7 +39,8 @@ class _Reached(Exception):  # noqa: N818  (nothing is wrong)
 
 class _Linears(TorchFunctionMode):
     """Answers the calls of F.linear with weights of one's own; `meet` is told the number of the
-    weight, its input and the bias, and returns the output, or None to compute it."""
+    weight, its input and the bias, and returns the output, or None to compute it. elsewhere: the
+    numbers of weights that other calls made something of."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class _Linears(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.own, self.meet = own, meet
+        self.elsewhere: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -58,7 +62,11 @@ class _Linears(TorchFunctionMode):
                     result = self.meet(i, given["input"], given.get("bias"))
                     if result is not None:
                         return result
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(t, Tensor) for t in tree_leaves(result)):
+            read = {id(t) for t in tree_leaves((args, kwargs))}
+            self.elsewhere |= {i for i, t in enumerate(self.own) if id(t) in read}
+        return result
 
 
 class Piece(nn.Module):
@@ -88,11 +96,16 @@ class Piece(nn.Module):
         self.biased = [b is not None for _, b in inner]
 
     def forward(self, *made: Tensor, **arguments: Any) -> Any:
+        met: set[int] = set()
+
         def meet(i: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
             if i < len(made):
+                if i in met:
+                    raise self._astray()
+                met.add(i)
                 y = made[i].clone()  # the function may write to it
                 return y if bias is None or self.biased[i] else y + bias
-            if self.stops:
+            if self.stops and i == len(made):
                 raise _Reached(x)
             return None
 
@@ -104,11 +117,14 @@ class Piece(nn.Module):
         except _Reached as reached:
             return reached.x
         if self.stops:
-            raise RuntimeError(
-                f"{self.function.__name__} does not call F.linear here as on example_inputs; pass "
-                "example_inputs that take the same way through it as the calibration data"
-            )
+            raise self._astray()
         return result
+
+    def _astray(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.function.__name__} does not call F.linear here as on example_inputs; pass "
+            "example_inputs that take the same way through it as the calibration data"
+        )
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any] | None:
@@ -147,19 +163,51 @@ class _Listening(fx.Interpreter):
             return super().run_node(n)
         assert arguments is not None
         tensors = {name: self.env[arguments[name]] for name in own}
+        values = map_arg(arguments, self.env.__getitem__)
+        given = {**clone_tensors(dict(values)), **tensors}  # it may write to the others
+        names = list(tensors)
         heard: list[Inner] = []
 
-        def meet(i: int, _: Tensor, bias: Tensor | None) -> None:
-            same = [name for name, t in tensors.items() if t is bias]
-            heard.append((list(tensors)[i], same[0] if same else None))
+        def meet(i: int, x: Tensor, bias: Tensor | None) -> Tensor:
+            weight = tensors[names[i]]
+            whole = bias is not None and bias.shape == weight.shape[:1]
+            same = [name for name, t in tensors.items() if whole and t is bias]
+            heard.append((names[i], same[0] if same else None))
+            return F.linear(x, weight, bias)
 
-        with _Linears(list(tensors.values()), meet):
+        with _Linears(list(tensors.values()), meet) as listening:
             result = super().run_node(n)
-        calls = [weight for weight, _ in heard]
-        inner = [pair for pair in heard if calls.count(pair[0]) == 1]
-        if inner:
+        calls = [name for pair in heard for name in pair if name is not None]
+        free = {None, *names} - {names[i] for i in listening.elsewhere}
+        inner = [
+            (weight, bias)
+            for weight, bias in heard
+            if max(calls.count(weight), calls.count(bias or "")) == 1
+            and {weight, bias} <= free
+            and tensors[weight].ndim == 2
+        ]
+        if inner and _faithful(n.target, inner, given, result):
             self.found[n.name] = inner
         return result
+
+
+def _faithful(
+    function: Any, inner: Sequence[Inner], arguments: Mapping[str, Any], expected: Any
+) -> bool:
+    """Whether pieces do together what a function does, such as not if it draws random numbers."""
+    names = {name for pair in inner for name in pair}
+    tensors = {name: t for name, t in arguments.items() if name in names}
+    others = {name: value for name, value in arguments.items() if name not in names}
+    made: list[Tensor] = []
+    try:
+        for weight, bias in inner:
+            x = Piece(function, inner, tensors, stops=True)(*made, **others)
+            made.append(F.linear(x, tensors[weight], None if bias is None else tensors[bias]))
+        found = leaves(Piece(function, inner, tensors, stops=False)(*made, **others))
+        pairs = list(zip(leaves(expected), found, strict=True))
+        return all(close(a, b) for a, b in pairs if isinstance(a, Tensor))
+    except Exception:  # in many ways: it takes no names, uses vmap or autocast
+        return False
 
 
 def inner_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Inner]]:

@@ -47,7 +47,8 @@ class Refit:
             positions, a regular grid of them is taken, another for every image.
         memory: bytes; how large the values may be, in all, that batches keep for the layers to
             come. Batches for which that is not enough are run from their inputs again for every
-            layer; the outcome is the same.
+            layer; the outcome is the same, unless forward draws random numbers or writes to its own
+            tensors.
 
     Raises:
         ZipError: one of them is out of range.
@@ -157,11 +158,14 @@ class _Batch:
         self.run, self.runs = None, {}
 
     def nbytes(self) -> int:
-        """Of the values that wait; views count once."""
+        """Of the values that wait; views count once, the tensors of the modules do not."""
+        found: dict[int, int] = {}
         runs = [run for run in (self.run, *self.runs.values()) if run is not None]
-        leaves = tree_leaves([list(run.values.values()) for run in runs])
-        storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
-        return sum({s._cdata: s.nbytes() for s in storages}.values())
+        for run in runs:
+            leaves = tree_leaves(list(run.values.values()))
+            storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
+            found |= {s._cdata: s.nbytes() for s in storages if s._cdata not in run.line.own}
+        return sum(found.values())
 
 
 class _Room:
@@ -202,6 +206,7 @@ def _batches(
         if n == 0:
             continue
         n = n or 1
+        inputs = clone_tensors(inputs)  # a loader may fill the same memory again
         found.append(_Batch(j, line, needed[j], inputs, seen.get(j, 0), n))
         seen[j] = seen.get(j, 0) + n
     if not found:

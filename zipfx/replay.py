@@ -16,9 +16,12 @@ from zipfx.untouched import untouched
 
 
 class Line:
-    """A graph that batches run along, and which values die after which node."""
+    """A graph that batches run along, and which values die after which node; own: the storages of
+    its module's tensors."""
 
     def __init__(self, module: fx.GraphModule) -> None:
+        tensors = (*module.parameters(), *module.buffers())
+        self.own = {t.untyped_storage()._cdata for t in tensors}
         self.engine = fx.Interpreter(module, garbage_collect_values=False)
         self.engine.extra_traceback = False
         self.nodes = list(module.graph.nodes)
@@ -44,7 +47,8 @@ class Run:
     def __init__(self, line: Line, inputs: Any) -> None:
         self.line, self.next = line, 0
         self.values: dict[fx.Node, Any] = {}
-        self.inputs = iter(inputs)
+        left = [*inputs][::-1]
+        self.inputs = (left.pop() for _ in range(len(left)))  # lets go of what it has given
 
     def advance(self, stop: fx.Node, *, inclusive: bool = True) -> None:
         """Compute everything up to a node that has not run yet."""

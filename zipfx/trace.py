@@ -166,7 +166,7 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
     expected, ours = ([t for t in ts if isinstance(t, torch.Tensor)] for ts in found)
     if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in ours]:
         raise _astray(model, "outputs have other shapes")
-    if not all(map(_close, expected, ours)):
+    if not all(map(close, expected, ours)):
         raise _astray(model, "outputs have other values")
     return module
 
@@ -188,7 +188,8 @@ def _run(module: nn.Module, inputs: Sequence[Any]) -> Any:
         return forward(*args, **named)
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, but for rounding."""
     a, b = a.to(torch.complex128), b.to(torch.complex128)
     scale = float(a.abs().nan_to_num(0, 0).sum()) / max(1, a.numel())
     return torch.allclose(a, b, 1e-3, 1e-3 * scale, equal_nan=True)

@@ -152,8 +152,12 @@ class _Unfolding:
             None if w is None else attribute(self.module, w.target) for w in weights
         ]
         numbers = [n for v in given.values() for n in (v if isinstance(v, (tuple, list)) else [v])]
-        if not all(t is None or isinstance(t, nn.Parameter) for t in found) or not all(
-            isinstance(n, (int, str)) for n in numbers
+        weight, bias = found
+        if (
+            not all(t is None or isinstance(t, nn.Parameter) for t in found)
+            or not all(isinstance(n, (int, str)) for n in numbers)
+            or weight.ndim < 2
+            or (bias is not None and bias.shape != weight.shape[:1])
         ):
             return
         kind = _CONVOLUTIONS.get(node.target)
@@ -198,7 +202,7 @@ class _Unfolding:
 
     def _add(self, path: str, layer: nn.Module) -> str:
         """Where the layer is put: not inside a module, which is the model's."""
-        target = f"unfolded__{path.replace('.', '__')}"
+        target = f"unfolded__{len(self.made)}__{path.replace('.', '__')}"
         self.made[target] = layer
         return target
 
