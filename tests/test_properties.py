@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from graphs import INPUTS, OPS, Plan, Step, operation, plans, written
@@ -30,7 +31,10 @@ from properties import (
     simplify,
     where,
 )
+from torch import Tensor
 
+import zipfx
+from zipfx import group
 from zipfx.labels import Labels, beyond, support
 from zipfx.ledger import Ledger
 from zipfx.rules import together
@@ -72,6 +76,45 @@ def holds(example: Example) -> str:
         small = simplify(Failure(where(error), example)).example
         error.add_note(f"{small!r}\n{small.plan.code()}")
         raise
+
+
+def _found(plan: Plan) -> list[str]:
+    """All spaces, but for their names and for the order of what an axis repeats."""
+    net = plan.net()
+    spaces = zipfx.analyze(net.build(plan.seed), net.inputs(4), verify=False)
+
+    def columns(index: Tensor) -> list[Any]:
+        return index[:, index[0].argsort()].tolist() if index.ndim == 2 else index.tolist()
+
+    def told(space: zipfx.Space) -> str:
+        axes = sorted(f"{a.parameter} {a.dim} {a.role} {columns(a.index)}" for a in space.axes)
+        within = sorted(str(columns(block.index)) for block in space.within)
+        return str((space.size, space.blocks, axes, within))
+
+    return [*sorted(map(told, spaces)), *sorted(map(str, spaces.pinned))]
+
+
+def test_members_that_are_told_again_say_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal used
+        found = repeated(*given)
+        used += len(found[1]) > 0
+        return found
+
+    def all_told(sizes: Any, vertex: Any, b: Any, role: Any) -> Any:
+        none = np.zeros(0, np.int64)
+        return np.ones(len(vertex), bool), none, none, np.zeros(0, np.uint64)
+
+    repeated = group._repeated
+    for seed in range(60):
+        plan = independent(seed).plan
+        monkeypatch.setattr(group, "_repeated", counted)
+        fewer = _found(plan)
+        monkeypatch.setattr(group, "_repeated", all_told)
+        assert _found(plan) == fewer
+    assert used > 5
 
 
 def test_means_over_padded_positions_of_features_tied_with_their_mirror_images() -> None:

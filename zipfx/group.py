@@ -10,6 +10,8 @@ attention heads of a layer, say, and the heads themselves are another.
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -268,16 +270,65 @@ def _nest(
     # a block that became one with others stays a vertex of its own below them: what belongs to it
     # need not be like what belongs to the others
     blocks = np.unique(b)
+    sizes = np.cumsum([0, *(len(m.a) for m in members)])
+    stays, again, before, of_both = _repeated(sizes, component[a], b, role)
     blocks = blocks[(np.bincount(component)[component[blocks]] > 1) & (known.axis[blocks] < 0)]
     below = component.copy()
     below[blocks] = len(colour) + np.arange(len(blocks))
     found = nest(
         np.concatenate([colour, known.colour[blocks] + mix(3)]),
-        np.concatenate([component[a], below[blocks]]),
-        np.concatenate([below[b], component[blocks]]),
-        np.concatenate([role, mix(name[blocks].view(np.int64)) + mix(4)]),
+        np.concatenate([component[a[stays]], below[again], below[blocks]]),
+        np.concatenate([below[b[stays]], below[before], component[blocks]]),
+        np.concatenate([role[stays], of_both, mix(name[blocks].view(np.int64)) + mix(4)]),
     )
     return replace(found, vertex=found.vertex[: len(colour)])
+
+
+def _repeated(sizes: Ints, vertex: Ints, b: Ints, role: Hashes) -> tuple[Flags, Ints, Ints, Hashes]:
+    """Members that are told again: pairs of which the same vertices belong to other blocks in the
+    same pattern, such as those of every norm on a residual stream. The blocks then meet those of
+    the first time, which says as much in fewer pairs.
+
+    Args:
+        sizes: where the pairs of each record begin; vertex, b, role: of all pairs.
+
+    Returns:
+        Which pairs stay, and further pairs: blocks, those they meet, and roles.
+    """
+    stays = np.ones(len(vertex), bool)
+    seen: dict[bytes, Ints] = {}
+    again, before, told = [], [], []
+    for i, (begin, stop) in enumerate(itertools.pairwise(sizes)):
+        order = begin + np.argsort(vertex[begin:stop])
+        if (np.diff(vertex[order]) == 0).any():
+            continue
+        blocks, of = _as_they_come(b[order])
+        ways = _as_they_come(role[order].view(np.int64))[1]
+        digest = hashlib.blake2b(vertex[order].tobytes())
+        digest.update(of.tobytes())
+        digest.update(ways.tobytes())
+        first = seen.setdefault(digest.digest(), blocks)
+        if first is not blocks:
+            stays[begin:stop] = False
+            again.append(blocks)
+            before.append(first)
+            told.append(np.full(len(blocks), mix((mix(i) ^ mix(5)).view(np.int64)), np.uint64))
+    none = [np.zeros(0, np.int64)]
+    return (
+        stays,
+        np.concatenate(again or none),
+        np.concatenate(before or none),
+        np.concatenate(told or [np.zeros(0, np.uint64)]),
+    )
+
+
+def _as_they_come(x: Ints) -> tuple[Ints, Ints]:
+    """Distinct values in the order in which they come, and the number of each item's value."""
+    values, first, which = np.unique(x, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    turn = np.empty_like(order)
+    turn[order] = np.arange(len(order))
+    return values[order], turn[which]
 
 
 def _number(
