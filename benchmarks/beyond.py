@@ -90,8 +90,8 @@ class Weighted:
         deviation = statistics.covariance.diagonal().clamp(min=0).sqrt()
         scale = next(self.next) * deviation
         power = statistics.correlation() * scale.outer(scale)
-        weighed = replace(statistics, covariance=power, trusted=True)
-        return zipfx.Zip(similarity="covariance")(weighed, merged, across_only=across_only)
+        zipping = Alike(zipfx.Zip(similarity="covariance"), [power])
+        return zipping(statistics, merged, across_only=across_only)
 
 
 def read_weights(models: Sequence[nn.Module], example: Tensor) -> list[Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zipfx.interpret import Facts
-from zipfx.labels import Hashes, Ints, mix
+from zipfx.labels import Hashes, Ints, as_they_come, mix
 from zipfx.ledger import Ledger
 from zipfx.nesting import Nesting, nest
 from zipfx.occurrences import Flags, components, in_parts, occurrences, runs
@@ -270,8 +270,8 @@ def _nest(
     # a block that became one with others stays a vertex of its own below them: what belongs to it
     # need not be like what belongs to the others
     blocks = np.unique(b)
-    sizes = np.cumsum([0, *(len(m.a) for m in members)])
-    stays, again, before, of_both = _repeated(sizes, component[a], b, role)
+    starts = np.cumsum([0, *(len(m.a) for m in members)])
+    stays, again, before, of_both = _repeated(starts, component[a], b, role)
     blocks = blocks[(np.bincount(component)[component[blocks]] > 1) & (known.axis[blocks] < 0)]
     below = component.copy()
     below[blocks] = len(colour) + np.arange(len(blocks))
@@ -284,13 +284,16 @@ def _nest(
     return replace(found, vertex=found.vertex[: len(colour)])
 
 
-def _repeated(sizes: Ints, vertex: Ints, b: Ints, role: Hashes) -> tuple[Flags, Ints, Ints, Hashes]:
+def _repeated(
+    starts: Ints, vertex: Ints, b: Ints, role: Hashes
+) -> tuple[Flags, Ints, Ints, Hashes]:
     """Members that are told again: pairs of which the same vertices belong to other blocks in the
     same pattern, such as those of every norm on a residual stream. The blocks then meet those of
     the first time, which says as much in fewer pairs.
 
     Args:
-        sizes: where the pairs of each record begin; vertex, b, role: of all pairs.
+        starts: where the pairs of each record begin, and the last ones end.
+        vertex, b, role: of all pairs.
 
     Returns:
         Which pairs stay, and further pairs: blocks, those they meet, and roles.
@@ -298,15 +301,14 @@ def _repeated(sizes: Ints, vertex: Ints, b: Ints, role: Hashes) -> tuple[Flags, 
     stays = np.ones(len(vertex), bool)
     seen: dict[bytes, Ints] = {}
     again, before, told = [], [], []
-    for i, (begin, stop) in enumerate(itertools.pairwise(sizes)):
+    for i, (begin, stop) in enumerate(itertools.pairwise(starts)):
         order = begin + np.argsort(vertex[begin:stop])
         if (np.diff(vertex[order]) == 0).any():
             continue
-        blocks, of = _as_they_come(b[order])
-        ways = _as_they_come(role[order].view(np.int64))[1]
-        digest = hashlib.blake2b(vertex[order].tobytes())
-        digest.update(of.tobytes())
-        digest.update(ways.tobytes())
+        at, of = as_they_come(b[order])
+        ways = as_they_come(role[order])[1]
+        blocks = b[order][at]
+        digest = hashlib.blake2b(np.concatenate([vertex[order], of, ways]).tobytes())
         first = seen.setdefault(digest.digest(), blocks)
         if first is not blocks:
             stays[begin:stop] = False
@@ -320,15 +322,6 @@ def _repeated(sizes: Ints, vertex: Ints, b: Ints, role: Hashes) -> tuple[Flags, 
         np.concatenate(before or none),
         np.concatenate(told or [np.zeros(0, np.uint64)]),
     )
-
-
-def _as_they_come(x: Ints) -> tuple[Ints, Ints]:
-    """Distinct values in the order in which they come, and the number of each item's value."""
-    values, first, which = np.unique(x, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    turn = np.empty_like(order)
-    turn[order] = np.arange(len(order))
-    return values[order], turn[which]
 
 
 def _number(

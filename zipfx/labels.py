@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,17 @@ def mix(x: npt.ArrayLike) -> Hashes:
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return h ^ (h >> np.uint64(31))
+
+
+def as_they_come(x: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    """Where each distinct value comes first, in that order, and which of these each item has.
+
+    >>> as_they_come(np.array([7, 3, 7, 5]))
+    (array([0, 1, 3]), array([0, 1, 0, 2]))
+    """
+    _, first, which = np.unique(x, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return first[order], np.argsort(order)[which]
 
 
 def as_fixed(h: Hashes) -> Tensor:

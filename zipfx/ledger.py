@@ -21,6 +21,7 @@ from zipfx.labels import (
     Ints,
     Kind,
     Labels,
+    as_they_come,
     broadcast,
     mix,
     narrow,
@@ -301,11 +302,7 @@ class Ledger:
         ways = np.ascontiguousarray(seen.transpose(order)).reshape(flat.shape)
         hashed = mix((mix(flat) ^ ways).view(np.int64))
         hashed[flat == 0] = 0
-        _, first, row = np.unique(
-            hashed.sum(-1, dtype=np.uint64), return_index=True, return_inverse=True
-        )
-        turns = np.argsort(first)  # numbered as they come
-        row, first = np.argsort(turns)[row], first[turns]
+        first, row = as_they_come(hashed.sum(-1, dtype=np.uint64))
         flat, ways = flat[first], ways[first]
         ids = self._fresh(len(first)).numpy()
         ids = np.where((flat > 0).any(-1), ids, 0)

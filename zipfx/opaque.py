@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
@@ -21,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.correspond import attribute
-from zipfx.trace import alias, clone_tensors, close, leaves
-from zipfx.untouched import untouched
+from zipfx.replay import Noting
+from zipfx.trace import clone_tensors, close, leaves
 
 #: names of the arguments of a function that are the weight and the bias of a layer; None: it has
 #: none, or one that is no parameter as it is, and that the function adds as before
@@ -70,7 +69,7 @@ class _Linears(TorchFunctionMode):
 
 
 class Piece(nn.Module):
-    """A function between two of its layers.
+    """A function up to its next layer, or to its end.
 
     forward takes the outputs of the layers that came before, in the order of their calls, and the
     function's other arguments by name.
@@ -151,10 +150,8 @@ def _parameters(module: nn.Module, arguments: Mapping[str, Any]) -> dict[str, st
     }
 
 
-class _Listening(fx.Interpreter):
+class _Listening(Noting):
     """Notes the layers inside functions, in the order of their calls."""
-
-    found: dict[str, list[Inner]]
 
     def run_node(self, n: fx.Node) -> Any:
         arguments = arguments_of(n)
@@ -198,12 +195,13 @@ def _faithful(
     names = {name for pair in inner for name in pair}
     tensors = {name: t for name, t in arguments.items() if name in names}
     others = {name: value for name, value in arguments.items() if name not in names}
+    before, after = (Piece(function, inner, tensors, stops=stops) for stops in (True, False))
     made: list[Tensor] = []
     try:
         for weight, bias in inner:
-            x = Piece(function, inner, tensors, stops=True)(*made, **others)
+            x = before(*made, **others)
             made.append(F.linear(x, tensors[weight], None if bias is None else tensors[bias]))
-        found = leaves(Piece(function, inner, tensors, stops=False)(*made, **others))
+        found = leaves(after(*made, **others))
         pairs = list(zip(leaves(expected), found, strict=True))
         return all(close(a, b) for a, b in pairs if isinstance(a, Tensor))
     except Exception:  # in many ways: it takes no names, uses vmap or autocast
@@ -213,6 +211,7 @@ def _faithful(
 def inner_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Inner]]:
     """By name of a node: the linear layers inside the function that it calls, each called once.
 
+    >>> import torch
     >>> def mixed(x, weight, bias):
     ...     return F.linear(x.flip(-1), weight, bias) + x
     >>> graph = fx.Graph()
@@ -228,9 +227,4 @@ def inner_layers(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, lis
         if (arguments := arguments_of(node)) is not None
     ):
         return {}
-    twin = alias(module).eval()
-    engine = _Listening(twin, graph=module.graph)
-    engine.found = {}
-    with untouched([*twin.parameters(), *twin.buffers()]), torch.no_grad():
-        engine.run(*clone_tensors(tuple(inputs)))
-    return engine.found
+    return _Listening(module).noted(inputs)

@@ -179,12 +179,12 @@ class _Room:
         """A batch has been looked at: it keeps its values, or starts again when it is needed."""
         if self.memory == math.inf:
             return
-        others = sum(n for key, n in self.held.items() if key != id(batch))
+        self.held.pop(id(batch), None)
         size = batch.nbytes()
-        if others + size > self.memory:
+        if sum(self.held.values()) + size > self.memory:
             batch.restart()
-            size = 0
-        self.held[id(batch)] = size
+        else:
+            self.held[id(batch)] = size
 
 
 def _batches(

@@ -100,10 +100,24 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             m.training = mode
 
 
-class _Shapes(fx.Interpreter):
-    """Notes the shapes of all tensors that nodes compute."""
+class Noting(fx.Interpreter):
+    """Notes in `found` what there is to see at the nodes of a graph that runs in eval mode; nothing
+    is written to."""
 
-    found: dict[fx.Node, torch.Size]
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(alias(module).eval(), graph=module.graph)
+        self.found: dict[Any, Any] = {}
+
+    def noted(self, inputs: Sequence[Any]) -> dict[Any, Any]:
+        """What was found on these inputs, one for each placeholder."""
+        own = (*self.module.parameters(), *self.module.buffers())
+        with untouched(own), torch.no_grad():
+            self.run(*clone_tensors(tuple(inputs)))
+        return self.found
+
+
+class _Shapes(Noting):
+    """Notes the shapes of all tensors that nodes compute."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -114,9 +128,4 @@ class _Shapes(fx.Interpreter):
 
 def shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
     """Of all tensors that the nodes of a graph compute in eval mode; nothing is written to."""
-    twin = alias(module).eval()
-    engine = _Shapes(twin, graph=module.graph)
-    engine.found = {}
-    with untouched([*twin.parameters(), *twin.buffers()]), torch.no_grad():
-        engine.run(*clone_tensors(tuple(inputs)))
-    return engine.found
+    return _Shapes(module).noted(inputs)

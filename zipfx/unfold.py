@@ -94,11 +94,13 @@ class _Unfolding:
         parts = {t: self.made.get(t) or attribute(self.module, t) for t in used}
         return fx.GraphModule(parts, self.graph, type(self.module).__name__)
 
+    def _alone(self, t: Tensor) -> bool:
+        """Whether a single node has a tensor, or that does not matter."""
+        return not self.to_write or self.uses[id(t)] == 1
+
     def _own(self, node: fx.Node) -> bool:
         """Whether no other node has the tensors of this one, or that does not matter."""
-        return not self.to_write or all(
-            self.uses[id(t)] == 1 for t in tensors_at(self.module, node)
-        )
+        return all(map(self._alone, tensors_at(self.module, node)))
 
     def _attention(self, node: fx.Node, leaf: Any) -> None:
         path = str(node.target)
@@ -169,31 +171,28 @@ class _Unfolding:
     def _pieces(self, node: fx.Node, inner: Sequence[Inner]) -> None:
         arguments = arguments_of(node)
         assert arguments is not None
-
-        def free(name: str | None) -> bool:
-            t = None if name is None else attribute(self.module, arguments[name].target)
-            return t is None or not self.to_write or self.uses[id(t)] == 1
-
-        inner = [(w, b) for w, b in inner if free(w) and free(b)]
+        names = {name for pair in inner for name in pair if name is not None}
+        tensors = {name: attribute(self.module, arguments[name].target) for name in names}
+        shared = {name for name, t in tensors.items() if not self._alone(t)}
+        inner = [pair for pair in inner if shared.isdisjoint(pair)]
         if not inner:
             return
         own = {name: arguments.pop(name) for pair in inner for name in pair if name is not None}
-        tensors = {name: attribute(self.module, get.target) for name, get in own.items()}
+        tensors = {name: tensors[name] for name in own}
         function: Any = node.target
+        before, after = (Piece(function, inner, tensors, stops=stops) for stops in (True, False))
+        up_to = self._add(f"{node.name}.before", before)
         made: list[fx.Node] = []
         with self.graph.inserting_before(node):
             for weight, bias in inner:
                 path = str(own[weight].target)
-                before = Piece(function, inner, tensors, stops=True)
-                target = self._add(f"{path}.before", before)
-                x = self.graph.call_module(target, tuple(made), arguments)
+                x = self.graph.call_module(up_to, tuple(made), arguments)
                 self._name(x, node, f"before_{weight}")
                 layer = _linear(tensors[weight], None if bias is None else tensors[bias])
                 made.append(self.graph.call_module(self._add(path, layer), (x,)))
                 self._name(made[-1], node, weight)
                 made[-1].meta[TITLE_KEY] = path.removesuffix(".weight")
                 made[-1].meta[PART_KEY] = self._source(node), path, 0, len(tensors[weight])
-        after = Piece(function, inner, tensors, stops=False)
         node.op, node.target = "call_module", self._add(f"{node.name}.after", after)
         node.args, node.kwargs = tuple(made), arguments
         for get in own.values():
