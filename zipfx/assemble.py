@@ -20,6 +20,8 @@ from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_tr
 from zipfx.spaces import Axis, Space
 from zipfx.trace import named_tensors
 
+_MADE = (Kind.WEIGHT, Kind.CONSTANT)
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -93,13 +95,29 @@ class Assembly:
             )
 
     def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """Without weights that were fetched before the cut, but only for what comes after it."""
-        facts, kept = self.analysis.facts.until(len(nodes) - 1).nodes, set(nodes)
-        for i, node in reversed(list(enumerate(nodes))):
-            idle = facts[i].kind in (Kind.WEIGHT, Kind.CONSTANT) and not kept & set(node.users)
-            if idle:
-                kept.discard(node)
-        return [node for node in nodes if node in kept]
+        """Without weights and constants that were made before the cut, but only for what comes
+        after it; of those that are needed, what writes to them in place is needed, too."""
+        facts = self.analysis.facts.until(len(nodes) - 1).nodes
+        at = {node: i for i, node in enumerate(nodes)}
+        writers: dict[int, list[int]] = {}
+        for i in range(len(nodes)):
+            for owner in facts[i].writes:
+                writers.setdefault(owner, []).append(i)
+
+        def idle(i: int) -> bool:
+            """Whether a node does nothing but make weights and constants."""
+            kinds = [facts[o].kind if o >= 0 else Kind.DATA for o in facts[i].writes]
+            return all(kind in _MADE for kind in kinds or [facts[i].kind])
+
+        stack = [i for i in range(len(nodes)) if not idle(i)]
+        needed = set(stack)
+        while stack:
+            for source in nodes[stack.pop()].all_input_nodes:
+                j = at[source]
+                new = {j, *(w for owner in facts[j].owners for w in writers.get(owner, ()))}
+                stack += new - needed
+                needed |= new
+        return [node for i, node in enumerate(nodes) if i in needed]
 
     def _trunk_value(self) -> ValueOf:
         analysis, modules = self.analysis, self.modules
