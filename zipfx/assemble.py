@@ -18,7 +18,7 @@ from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
-from zipfx.trace import named_tensors
+from zipfx.tensors import named_tensors
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
-from zipfx.trace import leaves, map_tensors
+from zipfx.tensors import leaves, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_NO_BATCH = object()
+_NO_LOADERS = (Tensor, np.ndarray, Mapping, str, bytes, nn.Module)  # though they can be iterated
 BatchToArgs = Callable[[Any], Any]
 
 
@@ -27,7 +29,8 @@ class Calibration:
     """Batches that can be run through as often as needed.
 
     loaders: one iterable of batches, or one per model (taken in turns).
-    max_samples: at most this many samples, over all loaders together (None: all).
+    max_samples: at most this many samples of each loader (None: all); no batch is asked for beyond.
+    A batch whose tensors have no first dimension in common counts as one sample.
     """
 
     loaders: tuple[Iterable[Any], ...]
@@ -40,22 +43,43 @@ class Calibration:
         return (arguments for _, arguments in self.by_source())
 
     def by_source(self) -> Iterator[tuple[int, Arguments]]:
-        """The same batches, each with the number of the loader that it comes from."""
-        left, seen = self.max_samples, set()
-        for source, batch in _in_turns(self.loaders):
-            seen.add(source)
-            args, kwargs = self._arguments(batch)
-            size = batch_size((args, kwargs))
-            if left is not None:
-                if left <= 0:
-                    return
+        """The same batches, each with the number of the loader that it comes from; none is empty.
+
+        Raises:
+            ZipError: a batch that can not be read; a loader without a sample.
+        """
+        turns = {source: iter(loader) for source, loader in enumerate(self.loaders)}
+        seen: dict[int, float] = dict.fromkeys(turns, 0)
+        empty = False
+        while turns:
+            for source in list(turns):
+                batch = next(turns[source], _NO_BATCH)
+                if batch is _NO_BATCH:
+                    del turns[source]
+                    continue
+                arguments = self._arguments(batch)
+                size = batch_size(arguments)
+                if size == 0:
+                    empty = True
+                    continue
+                left = math.inf if self.max_samples is None else self.max_samples - seen[source]
                 if size is not None and size > left:
-                    args, kwargs = first_samples((args, kwargs), left)
-                left -= size or 1
-            yield source, map_tensors(self._move, (args, kwargs))
-        if seen and len(seen) < len(self.loaders):
-            missing = min(set(range(len(self.loaders))) - seen)
-            raise ZipError(f"the loader of model {missing}, calib_loader[{missing}], gave no batch")
+                    arguments = first_samples(arguments, int(left))
+                seen[source] += min(size or 1, left)
+                if seen[source] == self.max_samples:
+                    del turns[source]
+                yield source, map_tensors(self._move, arguments)
+        self._check(seen, empty)
+
+    def _check(self, seen: Mapping[int, float], empty: bool) -> None:
+        missing = [source for source, samples in seen.items() if not samples]
+        if missing and len(self.loaders) > 1:
+            raise ZipError(
+                f"the loader of model {missing[0]}, calib_loader[{missing[0]}], gave no "
+                + ("sample: its batches are empty" if empty else "batch")
+            )
+        if missing and empty:
+            raise ZipError("the calibration data holds no sample: all its batches are empty")
 
     def _move(self, t: Tensor) -> Tensor:
         return t if self.device is None else t.to(self.device)
@@ -74,6 +98,11 @@ class Calibration:
             first = batch[0]
             if isinstance(first, (Tensor, Mapping, list, tuple)):
                 return (first,), {}
+        if isinstance(batch, np.ndarray):
+            raise ZipError(
+                f"a calibration batch is a numpy array {batch.shape} of {batch.dtype}: pass "
+                "tensors, such as torch.from_numpy(batch), or batch_to_args=torch.from_numpy"
+            )
         raise ZipError(
             f"a calibration batch is a {type(batch).__name__}; it must be a tensor, a tuple or "
             "list whose first item is the input, or a dict of forward's keyword arguments. For "
@@ -81,15 +110,15 @@ class Calibration:
         )
 
 
-def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[tuple[int, Any]]:
-    missing = object()
-    for turn in itertools.zip_longest(*loaders, fillvalue=missing):
-        yield from ((i, batch) for i, batch in enumerate(turn) if batch is not missing)
-
-
 def batch_size(arguments: Any) -> int | None:
-    """The common first dimension of all tensors; None if they have none in common."""
-    sizes = {t.shape[0] if t.ndim else None for t in leaves(arguments) if isinstance(t, Tensor)}
+    """The first dimension that all tensors have in common; None if they have none. Numbers, and
+    tensors that are the same for all samples (of length 1), do not count.
+
+    >>> batch_size(((torch.zeros(8, 3), torch.tensor(0.5)), {"position": torch.zeros(1, 3)}))
+    8
+    """
+    sizes = {len(t) for t in leaves(arguments) if isinstance(t, Tensor) and t.ndim}
+    sizes = sizes - {1} or sizes
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -97,7 +126,25 @@ def first_samples(arguments: Any, n: int) -> Any:
     """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
     if batch_size(arguments) is None:
         return arguments
-    return map_tensors(lambda t: t[:n], arguments)
+    return map_tensors(lambda t: t[:n] if t.ndim else t, arguments)
+
+
+class _Kept:
+    """What an iterator gives, drawn as it is asked for, and kept, since it gives it only once."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self._drawn = batches, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        at = 0
+        while True:
+            if at == len(self._drawn):
+                batch = next(self._batches, _NO_BATCH)
+                if batch is _NO_BATCH:
+                    return
+                self._drawn.append(batch)
+            yield self._drawn[at]
+            at += 1
 
 
 def calibration(
@@ -112,9 +159,12 @@ def calibration(
     Raises:
         ZipError: not an iterable, or a list that could be read both ways.
     """
-    if max_samples is not None and max_samples < 1:
-        raise ZipError(f"max_samples is {max_samples}; it must be at least 1, or None for all")
-    if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
+    whole = isinstance(max_samples, int) and not isinstance(max_samples, bool)
+    if max_samples is not None and not (whole and max_samples >= 1):
+        raise ZipError(
+            f"max_samples is {max_samples!r}; it must be at least 1 and whole, or None for all"
+        )
+    if isinstance(data, _NO_LOADERS) or not isinstance(data, Iterable):
         raise ZipError(
             f"calib_loader is a {type(data).__name__}; pass an iterable of batches, such as a "
             "DataLoader or a list of tensors (a single batch x: [x])"
@@ -145,12 +195,13 @@ def calibration(
             f"calib_loader is a list of {models} lists, which could be {models} batches or one "
             "loader per model; pass DataLoaders, or lists whose batches are tuples: [(x,), ...]"
         )
-    kept = tuple(list(x) if isinstance(x, Iterator) else x for x in loaders)  # they run once
+    once = {id(x): _Kept(x) for x in loaders if isinstance(x, Iterator)}
+    kept = tuple(once.get(id(x), x) for x in loaders)
     return Calibration(kept, batch_to_args, max_samples, device)
 
 
 def _is_loader(x: Any) -> bool:
-    return isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, list, Mapping, str))
+    return isinstance(x, Iterable) and not isinstance(x, (*_NO_LOADERS, tuple, list))
 
 
 def _of_batches(x: Any) -> bool:

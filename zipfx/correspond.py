@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
 from zipfx.spaces import Space
-from zipfx.trace import clone_tensors, leaves, named_tensors
+from zipfx.tensors import clone_tensors, leaves, named_tensors
+from zipfx.untouched import untouched
 
 
 def module_paths(node: fx.Node) -> list[str]:
@@ -270,7 +271,8 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
     shapes = []
     for k, module in enumerate(modules):
         try:
-            result = module(*clone_tensors(inputs))
+            with untouched(named_tensors(module).values()):
+                result = module(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in leaves(result) if isinstance(t, Tensor)])

@@ -14,6 +14,11 @@ class ZipError(Exception):
     """
 
 
-def first_line(error: Exception) -> str:
-    """The first line of another library's message, to be quoted in one of ours."""
-    return str(error).strip().split("\n")[0]
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, to be quoted in one of ours; the type of an
+    error that says nothing.
+
+    >>> first_line(ValueError("bad value\\nmore")), first_line(AssertionError())
+    ('bad value', 'AssertionError')
+    """
+    return str(error).strip().split("\n")[0] or type(error).__name__

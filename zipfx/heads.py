@@ -24,7 +24,7 @@ from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
 from zipfx.occurrences import Flags
-from zipfx.trace import named_tensors
+from zipfx.tensors import named_tensors
 
 T = TypeVar("T")
 

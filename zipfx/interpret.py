@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.copies import alias
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
 from zipfx.ledger import Ledger
 from zipfx.rules import (
@@ -35,7 +36,8 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, leaves, named_tensors
+from zipfx.tensors import clone_tensors, leaves, named_tensors
+from zipfx.trace import CONSTANTS, NOTES
 from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten

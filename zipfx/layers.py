@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.trace import is_batch_norm
+from zipfx.tensors import is_batch_norm
 
 
 @dataclass(frozen=True)

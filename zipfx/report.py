@@ -16,12 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
+from zipfx.copies import alias
 from zipfx.matrices import Matching, Merge, Pairs
 from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.tap import decomposed
-from zipfx.trace import alias, clone_tensors, leaves
+from zipfx.tensors import clone_tensors, leaves
 from zipfx.untouched import untouched
 
 

@@ -17,7 +17,7 @@ from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
 from zipfx.spaces import mix, select
-from zipfx.trace import clone_tensors
+from zipfx.tensors import clone_tensors
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.func import functional_call
 
+from zipfx.copies import alias
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
-from zipfx.trace import alias, clone_tensors, leaves, map_tensors, named_tensors
+from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
 
 
 class _Runner(fx.Interpreter):

@@ -34,13 +34,15 @@ from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
+from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.spaces import Space
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
-from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
+from zipfx.tensors import is_batch_norm, named_tensors
+from zipfx.trace import NOTES, trace
 from zipfx.unfold import unfold
 from zipfx.weigh import match_weights
 
@@ -89,7 +91,7 @@ def zip(
             ask of each task's data for the features of that task's model only, which is better.
         example_inputs: input (or tuple of arguments) to analyse with; default: two samples of the
             first batch, or, without data, random ones of a size that the first weight suggests.
-        max_samples: calibrate on at most this many samples.
+        max_samples: calibrate on at most this many samples of each loader; no more are drawn.
         device: where to calibrate and match; default: where the models are.
         progress: show progress bars.
         seed: of everything random; the caller's generators are restored afterwards.
@@ -159,9 +161,15 @@ def zip(
             example = guessed[0] if guessed else example_inputs
             inputs = example_arguments(models[0].forward, data, example, away)
             modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
+            given = "example_inputs" if data is None or example_inputs is not None else _FIRST
+            states = [
+                state_of(m, inputs, f"model {k} fails on {given}") for k, m in enumerate(modules)
+            ]
+            if any(isinstance(t, nn.Parameter) for state in states for t in state.tensors):
+                modules = [trace(m, tracer, away, inputs) for m in models]  # on memory of their own
+                states = [state_of(m, inputs) for m in modules]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
-            given = "example_inputs" if data is None or example_inputs is not None else _FIRST
             analysis = _analyse(modules, inputs, last, verify, seed, given)
             last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
@@ -169,8 +177,6 @@ def zip(
                 unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
             ):
                 analysis = analysis.pin(unseen, reason)
-            if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
-                modules = [trace(m, tracer, away, inputs) for m in models]  # forward writes to them
         with stages.stage("correspond"):
             if partial is None:
                 check_outputs(modules, inputs)
@@ -184,6 +190,7 @@ def zip(
                     modules,
                     observed(tuple(analysis.spaces)),
                     data,
+                    states=states,
                     progress=progress,
                     choose=PLACES[places],
                     clone_inputs=_writes_inputs(analysis),
@@ -213,15 +220,21 @@ def zip(
         refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
-                counts["repair"] = repair_batch_norm(merged, data, progress=progress)
+                state = state_of(merged, inputs)
+                counts["repair"] = repair_batch_norm(merged, data, state, progress=progress)
+                if not counts["repair"]:
+                    notes.append('repair="bn" changed nothing: the merge has no BatchNorm')
             elif isinstance(refitting, Refit) and data is not None:
                 wide = unfold(merged, inputs)
                 wides = [unfold(m, inputs, to_write=False) for m in modules]
-                steps, left = plan_targets(wide, job, plans, len(data.loaders), wides)
+                states = [state_of(merged, inputs), *states]
+                written = states[0].tensors
+                steps, left = plan_targets(wide, job, plans, len(data.loaders), wides, written)
                 refits, counts["repair"] = refit(
-                    wide, wides, steps, data, refitting, progress=progress
+                    wide, wides, steps, data, refitting, states, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
+                notes += _unfitted(refits)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
@@ -294,13 +307,25 @@ def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]
     )
 
 
+def _unfitted(refits: Sequence[Refitted]) -> list[str]:
+    """What refitting left as it was for want of data."""
+    unseen = [r.name for r in refits if r.unseen]
+    notes = []
+    if unseen:
+        notes.append(
+            "not refitted for want of data (each loader takes two samples, one to be held out): "
+            f"{', '.join(unseen)}"
+        )
+    if not any(r.changed for r in refits):
+        notes.append(
+            "the repair changed nothing: no layer that it could change got better on held-out data"
+        )
+    return notes
+
+
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _parameter_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters()}
 
 
 def _analyse(

@@ -1,0 +1,84 @@
+"""Copies: a module once more, without what is the caller's own."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.utils.prune
+from torch import nn
+
+from zipfx.errors import ZipError
+from zipfx.tensors import named_tensors
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
+    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and named_tensors(module):
+            raise ZipError(
+                f"module {name!r} was compiled by torch.jit ({type(module).__name__}), which hides "
+                "its weights; zip the models first, then compile what comes out"
+            )
+        for hook in module._forward_pre_hooks.values():
+            pruned = isinstance(hook, torch.nn.utils.prune.BasePruningMethod)
+            if pruned or type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+                raise ZipError(
+                    f"module {name!r} computes its weight in a hook ({type(hook).__name__}); use "
+                    "torch.nn.utils.parametrizations, or make pruning permanent (prune.remove)"
+                )
+    memo: dict[int, Any] = {}
+    if share_parameters:
+        memo = {id(p): p for p in model.parameters()}
+    memo.update(
+        {
+            id(m.__dict__[h]): OrderedDict()
+            for m in model.modules()
+            for h in _HOOKS
+            if h in m.__dict__
+        }
+    )
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ZipError(
+            f"the {type(model).__name__} can not be copied ({error}); zipfx never changes the "
+            "caller's model, so it must support copy.deepcopy"
+        ) from error
+    for module in twin.modules():
+        for hook in _HOOKS:
+            if hook in module.__dict__:
+                module.__dict__[hook] = OrderedDict()
+    return twin.eval()
+
+
+def alias(module: nn.Module) -> nn.Module:
+    """The module tree once more, on the same memory: for running it under `untouched`.
+
+    Its tensors count their own writes, so that autograd does not see those in the originals.
+    """
+    memo = views(module)
+    twin = nn.Module()
+    for kind in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[kind] = copy.deepcopy(module.__dict__[kind], memo)
+    return twin
+
+
+def views(module: nn.Module) -> dict[int, Any]:
+    """id of every tensor of a module -> another tensor on the same memory."""
+    memo: dict[int, Any] = {id(b): b.data for b in module.buffers()}
+    for p in module.parameters():
+        memo[id(p)] = nn.Parameter(p.data, requires_grad=p.requires_grad)
+    return memo
