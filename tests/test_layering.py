@@ -14,8 +14,8 @@ ORDER = """
     errors plain table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched tensors copies tracers example trace
-    standins layers
+    tap draw spaces labels ledger shadow untouched memory tensors copies tracers
+    example trace standins layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay

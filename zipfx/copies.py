@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.utils.prune
-from torch import nn
+from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.memory import own_memory
 from zipfx.tensors import named_tensors
 
 _HOOKS = (
@@ -25,7 +27,11 @@ _HOOKS = (
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
-    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks."""
+    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks.
+
+    Parameters and buffers that lie in one storage are copies on storages of their own, and so are
+    those that were made in inference mode.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and named_tensors(module):
             raise ZipError(
@@ -39,9 +45,7 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
                     f"module {name!r} computes its weight in a hook ({type(hook).__name__}); use "
                     "torch.nn.utils.parametrizations, or make pruning permanent (prune.remove)"
                 )
-    memo: dict[int, Any] = {}
-    if share_parameters:
-        memo = {id(p): p for p in model.parameters()}
+    memo: dict[int, Any] = _tensors(model, share_parameters)
     memo.update(
         {
             id(m.__dict__[h]): OrderedDict()
@@ -64,12 +68,33 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
     return twin.eval()
 
 
-def alias(module: nn.Module) -> nn.Module:
+def _tensors(model: nn.Module, share_parameters: bool) -> dict[int, Any]:
+    """What takes the place of each parameter, and of each buffer that must not lie where the copy
+    of another one does; by id."""
+    own = own_memory((*model.parameters(), *model.buffers()))
+    memo: dict[int, Any] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        learned = isinstance(t, nn.Parameter)
+        new = own.get(id(t))
+        if new is None and (t.is_inference() or (learned and not share_parameters)):
+            new = t.detach().clone()
+        if new is not None:
+            memo[id(t)] = nn.Parameter(new, t.requires_grad) if learned else new
+        elif learned:
+            memo[id(t)] = t
+    return memo
+
+
+def alias(module: nn.Module, others: Mapping[int, Tensor] | None = None) -> nn.Module:
     """The module tree once more, on the same memory: for running it under `untouched`.
 
     Its tensors count their own writes, so that autograd does not see those in the originals.
+    others: by the id of a tensor, what it shall be in place of a view.
     """
     memo = views(module)
+    for key, t in (others or {}).items():
+        learned = isinstance(memo[key], nn.Parameter)
+        memo[key] = nn.Parameter(t, memo[key].requires_grad) if learned else t
     twin = nn.Module()
     for kind in ("_modules", "_parameters", "_buffers"):
         twin.__dict__[kind] = copy.deepcopy(module.__dict__[kind], memo)

@@ -7,7 +7,7 @@ later stage reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.copies import alias
+from zipfx.errors import ZipError
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
 from zipfx.ledger import Ledger
+from zipfx.memory import partners
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,
@@ -307,23 +309,40 @@ def module_path(node: fx.Node) -> str:
     return str(stack[-1][0]) if stack else ""
 
 
+def _tied(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors that share elements. Their labels do so as well, but each is known by its own."""
+    return [named[name] for family in partners(named) for name in family]
+
+
 def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
-    twin = alias(module)
+    given = named_tensors(module)
+    twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
+    shared = Shadows()
     with torch.no_grad():
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
-            if not mode.shadows.knows(t):
-                learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
-                labels = ledger.parameter(name, t) if learned else by_value(t)
-                mode.shadows.put(t, labels, -1 - i)
+            learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
+            labels = ledger.parameter(name, t) if learned else by_value(t)
+            mode.shadows.put(t, labels, -1 - i)
+            seen = shared.get(given[name])  # through another tensor, which has elements of this one
+            both = join(ledger, [seen, labels], labels.shape) if learned and seen else labels
+            shared.write(given[name], both, -1 - i)
         interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))
         try:
             interpreter.run(*clone_tensors(tuple(inputs)))
         finally:
             interpreter.guard.restore()
+    tied = {name for family in partners(given) for name in family}
+    for name in tied & {
+        n for n, t in named.items() if any(t is w for w in interpreter.guard.written)
+    }:
+        raise ZipError(
+            f"forward writes to {name!r}, which shares memory with another parameter or buffer: "
+            "make them one, or give them memory of their own"
+        )
     notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
     return Facts(ledger, nodes, tuple(notes), tuple(named), again)

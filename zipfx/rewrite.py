@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
+from zipfx.memory import is_dense, span
 from zipfx.spaces import mix, select
 from zipfx.tensors import clone_tensors
 
@@ -84,6 +85,7 @@ class Tree:
         self.source, self.value_of = source, value_of
         self.root = nn.Module() if root is None else root
         self._made: dict[int, Tensor] = {}
+        self._on: dict[int, list[tuple[Tensor, Tensor]]] = {}  # storage: those made, and of what
 
     def _parent(self, path: str) -> nn.Module:
         """The container at `path`, made along the way with the container type of the source."""
@@ -130,10 +132,26 @@ class Tree:
         if id(t) not in self._made:
             value = self.value_of(path, t).to(t.device)
             value = value.clone() if value.data_ptr() == t.data_ptr() else value
+            value = self._tied(t, value)
             self._made[id(t)] = (
                 nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
             )
         return self._made[id(t)]
+
+    def _tied(self, t: Tensor, value: Tensor) -> Tensor:
+        """The value, on the memory of another tensor that has the same elements in the source."""
+        others = self._on.setdefault(t.untyped_storage()._cdata, [])
+        for other, new in others:
+            if is_dense(t) and is_dense(other) and span(t) == span(other):
+                seen = new.as_strided(t.shape, t.stride())
+                if torch.equal(seen, value):
+                    return seen
+        if not others and value.stride() != t.stride() and is_dense(t):  # for those to come
+            value = torch.empty_strided(
+                t.shape, t.stride(), dtype=value.dtype, device=value.device
+            ).copy_(value)
+        others.append((t, value))
+        return value
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
 from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
+from zipfx.memory import span
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
@@ -115,7 +116,7 @@ class _Planner:
         self.nodes = list(merged.graph.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
         uses = [t for node in self.nodes for t in self._parameters(node)]
-        self.uses = np.array([_span(t) for t in (*uses, *written)], np.int64).reshape(-1, 2)
+        self.uses = np.array([span(t) for t in (*uses, *written)], np.int64).reshape(-1, 2)
         self.weighted = [node for node in self.nodes if self._parameters(node)]
         self.calls = Counter(id(self._module(node)) for node in self.nodes)
         self.shapes = shapes(merged, job.inputs)
@@ -148,7 +149,7 @@ class _Planner:
 
     def _shared(self, t: Tensor) -> bool:
         """Whether anything else lies on the memory of a parameter, or uses it as well."""
-        start, stop = _span(t)
+        start, stop = span(t)
         return int(((self.uses[:, 0] < stop) & (self.uses[:, 1] > start)).sum()) > 1
 
     def _step(self, node: fx.Node, norm: fx.Node | None) -> Step | None:
@@ -320,9 +321,3 @@ class _Planner:
         scales = [s.where(s > 0, 1) for s in shares]
         alone = [whole[k] / (s[:, None] if made else s) for k, s in enumerate(scales)]
         return [{k: m} for k, m in enumerate(alone)], [s > 0 for s in shares]
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor lies."""
-    length = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + length * t.itemsize * (t.numel() > 0)
