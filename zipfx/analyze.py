@@ -15,6 +15,7 @@ from zipfx.group import Grouping, group
 from zipfx.interpret import Facts, interpret, module_path
 from zipfx.labels import Kind
 from zipfx.mapping import find_spaces
+from zipfx.modes import own_modes
 from zipfx.spaces import NodeInfo, SpaceMap
 from zipfx.trace import trace
 from zipfx.verify import failing_spaces
@@ -69,6 +70,7 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
 
 
+@own_modes()
 def analyze(
     model: nn.Module,
     example_inputs: Any,

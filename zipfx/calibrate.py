@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.modes import as_caller
 from zipfx.tensors import leaves, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,16 +49,18 @@ class Calibration:
         Raises:
             ZipError: a batch that can not be read; a loader without a sample.
         """
-        turns = {source: iter(loader) for source, loader in enumerate(self.loaders)}
+        with as_caller():
+            turns = {source: iter(loader) for source, loader in enumerate(self.loaders)}
         seen: dict[int, float] = dict.fromkeys(turns, 0)
         empty = False
         while turns:
             for source in list(turns):
-                batch = next(turns[source], _NO_BATCH)
-                if batch is _NO_BATCH:
+                with as_caller():
+                    batch = next(turns[source], _NO_BATCH)
+                    arguments = None if batch is _NO_BATCH else self._arguments(batch)
+                if arguments is None:
                     del turns[source]
                     continue
-                arguments = self._arguments(batch)
                 size = batch_size(arguments)
                 if size == 0:
                     empty = True
@@ -293,7 +296,8 @@ def guessed_input(model: nn.Module) -> Tensor:
             x = torch.zeros(tried[-1], device=parameter.device)
             x = x.long() if isinstance(layer, nn.Embedding) else x.to(parameter.dtype).normal_()
             try:
-                copy.deepcopy(model).eval()(x)
+                with as_caller():
+                    copy.deepcopy(model).eval()(x)
             except Exception:  # too small, or of another rank: in many ways
                 continue
             return x

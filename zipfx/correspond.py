@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.modes import as_caller
 from zipfx.spaces import Space
 from zipfx.tensors import clone_tensors, leaves, named_tensors
 from zipfx.untouched import untouched
@@ -271,7 +272,7 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
     shapes = []
     for k, module in enumerate(modules):
         try:
-            with untouched(named_tensors(module).values()):
+            with untouched(named_tensors(module).values()), as_caller():
                 result = module(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error

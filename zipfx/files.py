@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from zipfx.calibrate import example_arguments, fixed_randomness
 from zipfx.correspond import check_models
 from zipfx.errors import ZipError, first_line
+from zipfx.modes import own_modes
 from zipfx.plain import read, written
 from zipfx.recipe import Recipe, misfit, rebuilt, recipe_of
 from zipfx.report import Report
@@ -56,6 +57,7 @@ class Header:
     report: Report
 
 
+@own_modes()
 def save(merged: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a merged module to one safetensors file, to be read by `zipfx.load`.
 
@@ -126,6 +128,7 @@ def save(merged: fx.GraphModule, path: str | os.PathLike[str]) -> None:
         raise ZipError(f"safetensors can not store this module: {first_line(error)}") from error
 
 
+@own_modes()
 def load(
     path: str | os.PathLike[str],
     models: Sequence[nn.Module],

@@ -22,6 +22,7 @@ from zipfx.errors import ZipError
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
 from zipfx.ledger import Ledger
 from zipfx.memory import partners
+from zipfx.modes import as_caller, as_library
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,
@@ -152,7 +153,12 @@ class _Mode(TorchDispatchMode):
         written = [] if func in _NORMS else declared(func, args, kwargs)
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, self.ledger, self.of)
-        operands = call.tensors()
+        with as_library():
+            return self._seen(call, written)
+
+    def _seen(self, call: Call, written: list[Tensor]) -> Any:
+        """Labels for what a call has made, or written to; its result."""
+        func, result, operands = call.op, call.result, call.tensors()
         for t in operands:
             self._use(t)
         storages = {t.untyped_storage()._cdata for t in operands}
@@ -246,7 +252,8 @@ class _Interpreter(fx.Interpreter):
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         mode.begin(Weights(leaf, args))
-        with decomposed(leaf), mode, self.guard:  # only here: label arithmetic is no part of it
+        # only here: label arithmetic is no part of it
+        with decomposed(leaf), mode, self.guard, as_caller():
             value = super().run_node(n)
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
@@ -240,7 +241,8 @@ def observe(
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     try:
-        joint(*args, **kwargs)
+        with as_caller():
+            joint(*args, **kwargs)
     except ZipError:
         raise
     except Exception as error:

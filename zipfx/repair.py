@@ -19,6 +19,7 @@ from tqdm import tqdm
 from zipfx.calibrate import Calibration
 from zipfx.correspond import attribute
 from zipfx.errors import ZipError
+from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.replay import Batch, Line, Room, evaluating, gathered
 from zipfx.tensors import clone_tensors, is_batch_norm
@@ -114,7 +115,8 @@ def _read(line: Line, batch: Batch, node: fx.Node, norm: _Norm) -> Iterable[Tens
 
     hook = norm.inner.register_forward_pre_hook(note)
     try:
-        line.engine.fetch_attr(str(node.target))(*clone_tensors(args), **clone_tensors(kwargs))
+        with as_caller():
+            line.engine.fetch_attr(str(node.target))(*clone_tensors(args), **clone_tensors(kwargs))
     finally:
         hook.remove()
     return read

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from zipfx.calibrate import Calibration, batch_size, in_order
 from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
+from zipfx.modes import as_caller
 from zipfx.tensors import clone_tensors, leaves, named_tensors
 from zipfx.untouched import Guard, State, untouched
 
@@ -66,7 +67,8 @@ class Run:
         while self.next < end:
             node = line.nodes[self.next]
             try:
-                self.values[node] = engine.run_node(node)
+                with as_caller():
+                    self.values[node] = engine.run_node(node)
             except Exception as error:
                 raise ZipError(
                     f"node {node.name!r} fails on a calibration batch: {first_line(error)}"
@@ -221,7 +223,7 @@ class Noting(fx.Interpreter):
     def noted(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """What was found on these inputs, one for each placeholder."""
         own = (*self.module.parameters(), *self.module.buffers())
-        with untouched(own), torch.no_grad():
+        with untouched(own), torch.no_grad(), as_caller():
             self.run(*clone_tensors(tuple(inputs)))
         return self.found
 
@@ -238,7 +240,7 @@ def state_of(
     tensors = dict(zip(named_tensors(twin).values(), named_tensors(module).values(), strict=True))
     guard = Guard(tensors)
     try:
-        with torch.no_grad(), guard:
+        with torch.no_grad(), guard, as_caller():
             fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(tuple(inputs)))
     except Exception as error:
         hint = other_dtype(module, inputs)

@@ -18,6 +18,7 @@ from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
 from zipfx.copies import alias
 from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.modes import as_caller
 from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
@@ -171,7 +172,7 @@ def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
     (of recurrent layers, and of attention), so these are off."""
     twin = alias(module).eval().requires_grad_(False)  # torch's counter hooks into gradients
     counter = FlopCounterMode(display=False)
-    with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), counter:
+    with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), as_caller(), counter:
         fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
     first = next((t for t in leaves(inputs) if isinstance(t, Tensor) and t.ndim), None)
     samples = batch_size(inputs) or (1 if first is None else len(first))

@@ -17,6 +17,7 @@ from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
 from zipfx.memory import is_dense, span
+from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
 from zipfx.tensors import clone_tensors
 
@@ -328,6 +329,7 @@ def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
             module.training = own.get(name, module.training)
 
 
+@own_modes()
 def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     """The part of a partial zip that computes task k only; `merged` is left unchanged.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.modes import own_modes
 from zipfx.table import summary, table
 from zipfx.tap import Address
 
@@ -159,6 +160,7 @@ class SpaceMap:
                 return space
         raise KeyError(name)
 
+    @own_modes()
     def random_permutations(self, seed: int = 0) -> dict[str, Tensor]:
         """One random permutation (size,) int64 for every space, from a generator of its own.
 
@@ -173,6 +175,7 @@ class SpaceMap:
             found[s.name] = torch.cat([p + at for p, at in zip(parts, starts, strict=True)])
         return found
 
+    @own_modes()
     def permuted(self, model: nn.Module, permutations: Mapping[str, Tensor]) -> nn.Module:
         """A copy of `model` whose features are reordered; it computes the same function.
 
@@ -188,6 +191,7 @@ class SpaceMap:
                 tensors[name].copy_(moved(tensors[name], mine))
         return twin
 
+    @own_modes()
     def draw(self, path: str | Path) -> None:
         """Write a picture of the traced graph, coloured by feature space: .svg, .png or .pdf.
 

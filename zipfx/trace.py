@@ -21,6 +21,7 @@ from torch import fx, nn
 from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
+from zipfx.modes import as_caller
 from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, close, leaves
 from zipfx.tracers import OPENED, Tracer, is_in_place, is_tracing_code
@@ -133,7 +134,7 @@ def _run_twice(module: nn.Module, inputs: Sequence[Any]) -> list[Any]:
     else:
         forward = copy.deepcopy(module, views(module))
     results = []
-    with untouched([*module.parameters(), *module.buffers()]):
+    with untouched([*module.parameters(), *module.buffers()]), as_caller():
         for _ in range(2):
             args, named = clone_tensors(tuple(inputs)), {}
             if not isinstance(module, fx.GraphModule):
@@ -175,6 +176,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
         with (
             untouched([*root.parameters(), *root.buffers()] if aware else []),  # forward runs
             decomposed(None),  # transformers ask whether one kernel may do it all
+            as_caller(),
         ):
             graph = tracer.trace(root)
     except ZipError:

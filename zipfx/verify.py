@@ -15,8 +15,10 @@ from torch import Tensor, fx
 from torch.func import functional_call
 
 from zipfx.copies import alias
+from zipfx.modes import as_caller, as_library
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
 from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
+from zipfx.trace import CONSTANTS
 
 
 class _Runner(fx.Interpreter):
@@ -39,7 +41,8 @@ class _Runner(fx.Interpreter):
         name = self.state.names.get(id(t), "")  # else a constant in a module's attribute
         if not name or name in self.written:
             return self.written.get(name, t)
-        value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
+        with as_library():
+            value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
         if name in self.state.written:
             self.written[name] = value
         return value
@@ -84,8 +87,10 @@ class _State:
         self.names = {id(t): name for name, t in named.items()}
         self.uneven: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
+        constants = module.meta.get(CONSTANTS, ())
         for name, t in named.items():
-            if t.is_floating_point() and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
+            learned = t.is_floating_point() and name not in constants
+            if learned and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
                 noise = torch.rand(t.shape, generator=generator, dtype=torch.float64)
                 self.uneven[name] = noise.to(t.device) + 0.5
 
@@ -94,7 +99,7 @@ class _State:
     ) -> tuple[dict[str, Any], float]:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
-        with torch.no_grad():
+        with torch.no_grad(), as_caller():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
         return runner.kept, torch.finfo(runner.lowest).eps
 

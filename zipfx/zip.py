@@ -30,6 +30,7 @@ from zipfx.correspond import (
     unpacked,
 )
 from zipfx.errors import ZipError, first_line
+from zipfx.modes import own_modes
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
 from zipfx.refit import Refit, Refitted, refit
@@ -51,6 +52,7 @@ REPAIRS = ("none", "bn", *REFITS)
 _FIRST = "the first samples of calib_loader"
 
 
+@own_modes()
 def zip(
     models: Sequence[nn.Module],
     calib_loader: Iterable[Any] | None,
