@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
-from zipfx.memory import is_dense, span
+from zipfx.memory import is_dense, partners, span
 from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
-from zipfx.tensors import clone_tensors
+from zipfx.tensors import clone_tensors, named_tensors
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
@@ -86,7 +86,10 @@ class Tree:
         self.source, self.value_of = source, value_of
         self.root = nn.Module() if root is None else root
         self._made: dict[int, Tensor] = {}
-        self._on: dict[int, list[tuple[Tensor, Tensor]]] = {}  # storage: those made, and of what
+        # tensors that share elements with others of the source, and what was made of them
+        named = named_tensors(source)
+        self._shared = {id(named[name]) for family in partners(named) for name in family}
+        self._partners: list[tuple[Tensor, Tensor]] = []
 
     def _parent(self, path: str) -> nn.Module:
         """The container at `path`, made along the way with the container type of the source."""
@@ -133,7 +136,7 @@ class Tree:
         if id(t) not in self._made:
             value = self.value_of(path, t).to(t.device)
             value = value.clone() if value.data_ptr() == t.data_ptr() else value
-            value = self._tied(t, value)
+            value = self._tied(t, value) if id(t) in self._shared else value
             self._made[id(t)] = (
                 nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
             )
@@ -141,18 +144,16 @@ class Tree:
 
     def _tied(self, t: Tensor, value: Tensor) -> Tensor:
         """The value, on the memory of another tensor that has the same elements in the source."""
-        others = self._on.setdefault(t.untyped_storage()._cdata, [])
-        for other, new in others:
-            if is_dense(t) and is_dense(other) and span(t) == span(other):
+        if not is_dense(t):
+            return value
+        for other, new in self._partners:
+            if span(t) == span(other):
                 seen = new.as_strided(t.shape, t.stride())
                 if torch.equal(seen, value):
                     return seen
-        if not others and value.stride() != t.stride() and is_dense(t):  # for those to come
-            value = torch.empty_strided(
-                t.shape, t.stride(), dtype=value.dtype, device=value.device
-            ).copy_(value)
-        others.append((t, value))
-        return value
+        own = torch.empty_strided(t.shape, t.stride(), dtype=value.dtype, device=value.device)
+        self._partners.append((t, own.copy_(value)))
+        return own
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
