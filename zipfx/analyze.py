@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
 from zipfx.group import Grouping, group
+from zipfx.hidden import check_visible
 from zipfx.interpret import Facts, interpret, module_path
 from zipfx.labels import Kind
 from zipfx.mapping import find_spaces
@@ -102,6 +104,8 @@ def analyze(
     >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
     [('0', 8)]
     """
+    check_visible(model, "the model")
+    seed = whole("seed", seed) % 2**64
     inputs = as_inputs(example_inputs)
     return run_analysis(
         trace(model, tracer, inputs=inputs), inputs, verify=verify, seed=seed

@@ -18,7 +18,7 @@ from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
-from zipfx.tensors import named_tensors
+from zipfx.tensors import constant_names, named_tensors
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 
@@ -124,16 +124,16 @@ class Assembly:
         corresponding = counterparts(modules, analysis.grouping.last)
         known = named_tensors(modules[0])
         named = {id(t): name for name, t in known.items()}
+        learned = set(known) - constant_names(modules[0])
         shapes = {name: t.shape for name, t in known.items()}
         matchings = {name: matching for name, (matching, _) in self.matched.items()}
         maps = plan(list(analysis.spaces), matchings, shapes, len(modules))
         blank: list[list[Move]] = [[] for _ in modules]
 
         def value(path: str, t: Tensor) -> Tensor:
-            tensors = corresponding.get(id(t), [t])
-            if not t.is_floating_point() or len(tensors) == 1:
+            tensors, name = corresponding.get(id(t), [t]), named.get(id(t), path)
+            if not t.is_floating_point() or len(tensors) == 1 or name not in learned:
                 return t.detach().clone()
-            name = named.get(id(t), path)
             if name in analysis.spaces.variances:
                 return fuse_variance(tensors, self._parts(name))
             return fuse(tensors, maps.get(name, blank))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zipfx.checks import whole
 from zipfx.errors import ZipError
 from zipfx.modes import as_caller
 from zipfx.tensors import leaves, map_tensors
@@ -162,10 +163,11 @@ def calibration(
     Raises:
         ZipError: not an iterable, or a list that could be read both ways.
     """
-    whole = isinstance(max_samples, int) and not isinstance(max_samples, bool)
-    if max_samples is not None and not (whole and max_samples >= 1):
+    if max_samples is not None:
+        max_samples = whole("max_samples (None: all)", max_samples, 1)
+    if batch_to_args is not None and not callable(batch_to_args):
         raise ZipError(
-            f"max_samples is {max_samples!r}; it must be at least 1 and whole, or None for all"
+            f"batch_to_args is a {type(batch_to_args).__name__}: it must be a function of a batch"
         )
     if isinstance(data, _NO_LOADERS) or not isinstance(data, Iterable):
         raise ZipError(

@@ -7,13 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
 from zipfx.memory import own_memory
-from zipfx.tensors import named_tensors
 
 _HOOKS = (
     "_forward_hooks",
@@ -26,6 +24,15 @@ _HOOKS = (
 )
 
 
+def hooked(model: nn.Module) -> list[str]:
+    """The modules with hooks that run with forward or backward; "" is the model itself."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if any(hook for kind in _HOOKS[:4] for hook in vars(module).get(kind) or ())
+    ]
+
+
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
     """A copy of the module tree in eval mode: same parameters, own buffers, no hooks.
 
@@ -33,11 +40,6 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
     those that were made in inference mode.
     """
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and named_tensors(module):
-            raise ZipError(
-                f"module {name!r} was compiled by torch.jit ({type(module).__name__}), which hides "
-                "its weights; zip the models first, then compile what comes out"
-            )
         for hook in module._forward_pre_hooks.values():
             pruned = isinstance(hook, torch.nn.utils.prune.BasePruningMethod)
             if pruned or type(hook).__name__ in ("WeightNorm", "SpectralNorm"):

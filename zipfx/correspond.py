@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
+from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.spaces import Space
-from zipfx.tensors import clone_tensors, leaves, named_tensors
+from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.untouched import untouched
 
 
@@ -65,19 +66,16 @@ def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[in
     return last
 
 
-def check_models(models: Any) -> None:
-    """At least two modules, with everything on one device and in corresponding dtypes."""
+def check_models(models: Any, *, on_meta: bool = False) -> None:
+    """At least two modules, with everything visible, on one device and in corresponding dtypes;
+    on_meta: they may have shapes only."""
     if not isinstance(models, Sequence) or len(models) < 2:
         count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
         raise ZipError(f"pass a list of at least two models; got {count}")
     for k, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
-        if hasattr(model, "_orig_mod"):
-            raise ZipError(
-                f"model {k} was compiled (torch.compile): pass the module itself, and compile what "
-                "comes out"
-            )
+        check_visible(model, f"model {k}", on_meta=on_meta)
     _check_devices(models)
 
 
@@ -177,7 +175,7 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     if node.op == "call_module":
         leaf = module.get_submodule(str(node.target))
         summary["layer"] = f"{type(leaf).__name__}({leaf.extra_repr()})"
-        summary["settings"] = settings(leaf)
+        summary["settings"] = attributes(leaf)
     elif node.op not in ("get_attr", "output", "placeholder"):
         summary["function"] = str(node.target)
     if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), Tensor):
@@ -188,17 +186,6 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     else:
         summary["arguments"] = str(fx.node.map_arg((node.args, node.kwargs), lambda n: _At(at[n])))
     return summary
-
-
-def settings(leaf: nn.Module) -> dict[str, str]:
-    """The plain attributes of a module and its children: not all of them are in extra_repr."""
-    plain = (bool, int, float, str, tuple, list, torch.dtype, type(None))
-    return {
-        f"{path}.{key}".lstrip("."): repr(value)
-        for path, module in leaf.named_modules()
-        for key, value in vars(module).items()
-        if key != "training" and not key.startswith("_") and isinstance(value, plain)
-    }
 
 
 class _At(str):
@@ -220,19 +207,35 @@ def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return f"{a} against {b}"
 
 
-def check_integers(modules: Sequence[fx.GraphModule], last: int) -> None:
-    """Integer and boolean buffers of a trunk can not be averaged: they must be equal."""
+def check_constants(modules: Sequence[fx.GraphModule], last: int) -> None:
+    """What a trunk holds besides weights can not be averaged, so it must be equal: integer and
+    boolean buffers, buffers that are not persistent, and tensors that are neither."""
     nodes = [list(m.graph.nodes)[: last + 1] for m in modules]
+    constants = constant_names(modules[0])
+    learned = {id(t) for name, t in named_tensors(modules[0]).items() if name not in constants}
     for k in range(1, len(modules)):
         for node, other in zip(nodes[0], nodes[k], strict=True):
             ours, theirs = tensors_at(modules[0], node), tensors_at(modules[k], other)
+            counted = batches_tracked(modules[0], node)
             for s, t in zip(ours, theirs, strict=True):
-                counts = s.ndim == 0 and not s.is_floating_point()  # num_batches_tracked
-                if not s.is_floating_point() and not counts and not torch.equal(s, t):
+                fixed = id(s) not in learned or not (s.is_floating_point() or s.is_complex())
+                if fixed and not any(s is c for c in counted) and not _same(s, t):
+                    kind = "a constant" if s.is_floating_point() else "an integer buffer"
                     raise ZipError(
-                        f"an integer buffer of {describe(node)} differs between models 0 and {k}: "
-                        "it can not be averaged; zip a part before it with partial=..."
+                        f"{kind} of {describe(node)}, {tuple(s.shape)}, differs between models 0 "
+                        f"and {k}: it can not be averaged (only parameters and persistent buffers "
+                        "of real numbers can); zip a part before it with partial=..."
                     )
+
+
+def batches_tracked(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """The counters of the BatchNorms inside a node."""
+    leaf = module.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+    return [b for name, b in leaf.named_buffers() if name.endswith("num_batches_tracked")]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list[Tensor]]:

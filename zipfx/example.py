@@ -173,6 +173,11 @@ class ExampleTracer(Tracer):
         with self._recorded_factories():
             return super().trace(root, concrete_args)
 
+    @property
+    def runs(self) -> bool:
+        """Whether operations are carried out at the moment, and not recorded."""
+        return self._runs
+
     # ---------------------------------------------------------------- recording
     def proxy(self, node: fx.Node) -> ExampleProxy:
         return ExampleProxy(node, self)

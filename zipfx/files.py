@@ -162,7 +162,7 @@ def load(
         OSError: the file can not be opened.
     """
     try:
-        check_models(models)
+        check_models(models, on_meta=True)
         header, tensors = _read_file(path)
         return _loaded(header, tensors, models, tracer, example_inputs)
     except ZipError as error:

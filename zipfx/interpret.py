@@ -39,8 +39,8 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.tensors import clone_tensors, leaves, named_tensors
-from zipfx.trace import CONSTANTS, NOTES
+from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.trace import NOTES
 from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten
@@ -325,13 +325,13 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
-    given = named_tensors(module)
+    given, constants = named_tensors(module), constant_names(module)
     twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
     shared = Shadows()
     with torch.no_grad():
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
-            learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
+            learned = t.is_floating_point() and name not in constants
             labels = ledger.parameter(name, t) if learned else by_value(t)
             mode.shadows.put(t, labels, -1 - i)
             seen = shared.get(given[name])  # through another tensor, which has elements of this one

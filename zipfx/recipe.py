@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.correspond import settings
 from zipfx.errors import ZipError
+from zipfx.hidden import attributes
 from zipfx.rewrite import (
     HEAD_KEY,
     HEADS,
@@ -134,7 +134,8 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
     if node.op != "call_module":
         return Does(node.op, target, text)
     leaf = module.get_submodule(str(node.target))
-    known = {key: _ADDRESS.sub("", value) for key, value in settings(leaf).items()}
+    texts = attributes(leaf, tensors=False)  # those are in the file
+    known = {key: _ADDRESS.sub("", value) for key, value in texts.items()}
     return Does(node.op, target, text, type(leaf).__name__, known)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
+from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.layers import samples
 from zipfx.moments import Moments
@@ -58,14 +59,14 @@ class Refit:
     memory: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.ridges or not min(self.ridges) >= 0:
-            raise ZipError(f"ridges are {self.ridges}: give at least one, none below 0")
-        if self.rounds < 0:
-            raise ZipError(f"rounds is {self.rounds}: it must be at least 0")
-        if not self.oversampling > 0:
+        if not isinstance(self.ridges, Sequence) or isinstance(self.ridges, str) or not self.ridges:
+            raise ZipError(f"ridges are {self.ridges!r}: give a tuple of at least one")
+        for ridge in self.ridges:
+            real("a ridge", ridge, 0)
+        whole("rounds", self.rounds, 0)
+        if real("oversampling", self.oversampling, 0) == 0:
             raise ZipError(f"oversampling is {self.oversampling}: it must be above 0")
-        if not self.memory >= 0:
-            raise ZipError(f"memory is {self.memory}: it must be at least 0 bytes")
+        real("memory", self.memory, 0)
 
 
 @dataclass(frozen=True)

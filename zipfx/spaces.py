@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zipfx.checks import whole
 from zipfx.errors import ZipError
 from zipfx.modes import own_modes
 from zipfx.table import summary, table
@@ -167,7 +168,7 @@ class SpaceMap:
         Features of a space with blocks stay inside their block; the blocks themselves are another
         space.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(whole("seed", seed) % 2**64)
         found = {}
         for s in self.spaces:
             parts = [torch.randperm(n, generator=generator) for n in s.blocks or (s.size,)]

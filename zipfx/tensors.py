@@ -62,6 +62,33 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def constant_names(module: nn.Module) -> set[str]:
+    """Qualified names of the buffers that are constants of the code and no weights: those that are
+    not persistent, and, in a traced module, those that forward wrote down.
+
+    >>> module = nn.Module()
+    >>> module.register_buffer("table", torch.zeros(3), persistent=False)
+    >>> constant_names(module)
+    {'table'}
+    """
+    return {
+        f"{path}.{name}" if path else name
+        for path, m in module.named_modules()
+        if not isinstance(m, torch.jit.ScriptModule)
+        for name in m._non_persistent_buffers_set & set(m._buffers)
+    }
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what its class does: no forward was put on the instance, nor is it
+    that of a class derived from this one.
+
+    >>> runs_as(nn.Linear(2, 2), nn.Linear), runs_as(nn.ReLU(), nn.Linear)
+    (True, False)
+    """
+    return type(module).forward is kind.forward and "forward" not in vars(module)
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module keeps running statistics that can be re-estimated."""
     return (

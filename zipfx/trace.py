@@ -24,7 +24,7 @@ from zipfx.example import ExampleTracer
 from zipfx.modes import as_caller
 from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, close, leaves
-from zipfx.tracers import OPENED, Tracer, is_in_place, is_tracing_code
+from zipfx.tracers import OPENED, Tracer, is_in_place, is_tracing_code, refusing_autocast
 from zipfx.untouched import untouched
 
 #: meta key of a traced module: names of tensors that forward wrote down as constants
@@ -68,6 +68,8 @@ def trace(
     >>> [node.op for node in gm.graph.nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
+    if tracer is not None and not isinstance(tracer, fx.Tracer):
+        raise ZipError(f"tracer={tracer!r} is no instance of torch.fx.Tracer")
     with _own_randomness(model):
         if tracer is None and isinstance(model, fx.GraphModule):
             return _as_traced(model, device)
@@ -177,6 +179,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
             untouched([*root.parameters(), *root.buffers()] if aware else []),  # forward runs
             decomposed(None),  # transformers ask whether one kernel may do it all
             as_caller(),
+            refusing_autocast(lambda: aware is not None and aware.runs),
         ):
             graph = tracer.trace(root)
     except ZipError:

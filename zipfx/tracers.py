@@ -7,12 +7,14 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 
 #: modules of torch that are made of others, and of nothing else
 OPENED: tuple[type[nn.Module], ...] = (
@@ -45,6 +47,29 @@ def is_in_place(target: Any) -> bool:
     """Whether a function or a method writes to its first argument, going by its name."""
     name = name_of(target)
     return target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
+
+
+@contextmanager
+def refusing_autocast(runs: Callable[[], bool]) -> Iterator[None]:
+    """While forward is traced: an autocast in it would be no part of the graph.
+
+    runs: whether operations are carried out at the moment, and not recorded.
+    """
+    enter: Any = torch.autocast.__enter__
+
+    def refuse(self: Any) -> Any:
+        if self._enabled and not runs():
+            raise TraceError(
+                "forward enters torch.autocast, which a graph does not hold; leave autocast to who "
+                "calls the model"
+            )
+        return enter(self)
+
+    try:
+        torch.autocast.__enter__ = refuse  # type: ignore[method-assign]
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _notrace(kind: str) -> tuple[Any, ...]:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zipfx.copies import alias
 from zipfx.modes import as_caller, as_library
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
-from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
-from zipfx.trace import CONSTANTS
+from zipfx.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
+
+aten = torch.ops.aten
 
 
 class _Runner(fx.Interpreter):
@@ -69,6 +71,22 @@ class _Runner(fx.Interpreter):
         return value
 
 
+class _Wide(TorchDispatchMode):
+    """What asks for a narrower dtype gets float64: weights are float64 here, and would not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point and func is not aten.view.dtype:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
 class _State:
     """The model under test, on its own memory; constant parameters (fresh norms, zero biases) are
     made uneven."""
@@ -87,7 +105,7 @@ class _State:
         self.names = {id(t): name for name, t in named.items()}
         self.uneven: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
-        constants = module.meta.get(CONSTANTS, ())
+        constants = constant_names(module)
         for name, t in named.items():
             learned = t.is_floating_point() and name not in constants
             if learned and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
@@ -99,7 +117,7 @@ class _State:
     ) -> tuple[dict[str, Any], float]:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
-        with torch.no_grad(), as_caller():
+        with torch.no_grad(), as_caller(), _Wide():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
         return runner.kept, torch.finfo(runner.lowest).eps
 

@@ -19,9 +19,11 @@ from zipfx.calibrate import (
     fixed_randomness,
     guessed_input,
 )
+from zipfx.checks import whole
+from zipfx.copies import hooked
 from zipfx.correspond import (
+    check_constants,
     check_finite,
-    check_integers,
     check_models,
     check_outputs,
     correspond,
@@ -130,11 +132,11 @@ def zip(
     blind = calib_loader is None
     if repair is None:
         repair = "none" if blind else "refit"
-    refitting = repair if isinstance(repair, Refit) else REFITS.get(repair)
+    refitting = repair if isinstance(repair, Refit) else REFITS.get(str(repair))
     repair = "refit" if isinstance(repair, Refit) else repair
-    if repair not in REPAIRS:
+    if not isinstance(repair, str) or repair not in REPAIRS:
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
-    if places not in PLACES:
+    if not isinstance(places, str) or places not in PLACES:
         raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
     check_models(models)
     if partial is not None and not isinstance(partial, str):
@@ -151,7 +153,7 @@ def zip(
         away = home if device is None else torch.empty(0, device=device).device
     except RuntimeError as error:
         raise ZipError(f"device={device!r} is none: {first_line(error)}") from error
-    stages = Stages(away)
+    stages, seed = Stages(away), whole("seed", seed) % 2**64
     with fixed_randomness(seed), torch.no_grad():
         data = (
             None
@@ -183,7 +185,7 @@ def zip(
             if partial is None:
                 check_outputs(modules, inputs)
             correspond(modules, last)
-            check_integers(modules, last)
+            check_constants(modules, last)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
@@ -271,6 +273,7 @@ def zip(
                 "weight: pass example_inputs=... to choose"
                 for x in guessed
             ),
+            *_hooks(models),
             *(note for note in taken if note not in analysis.spaces.notes),
             *_few(spaces, samples),
             *notes,
@@ -278,6 +281,16 @@ def zip(
         ),
     )
     return merged
+
+
+def _hooks(models: Sequence[nn.Module]) -> list[str]:
+    """Hooks of the caller, which are no part of the result."""
+    return [
+        f"hooks of model {k} are not part of the result: "
+        + ", ".join(repr(path) if path else "those of the model itself" for path in paths)
+        for k, model in enumerate(models)
+        if (paths := hooked(model))
+    ]
 
 
 def _few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
