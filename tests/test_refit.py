@@ -602,11 +602,11 @@ def test_what_is_not_refitted_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ridges": ()}, r"ridges are \(\): give at least one, none below 0"),
-        ({"ridges": (-1.0,)}, r"ridges are \(-1.0,\)"),
-        ({"rounds": -1}, r"rounds is -1: it must be at least 0"),
+        ({"ridges": ()}, r"ridges are \(\): give a tuple of at least one"),
+        ({"ridges": (-1.0,)}, r"a ridge is -1\.0: it must be a number, at least 0"),
+        ({"rounds": -1}, r"rounds is -1: it must be a whole number, at least 0"),
         ({"oversampling": 0}, r"oversampling is 0: it must be above 0"),
-        ({"memory": math.nan}, r"memory is nan: it must be at least 0 bytes"),
+        ({"memory": math.nan}, r"memory is nan: it must be a number, at least 0"),
     ],
 )
 def test_settings_out_of_range(options: Any, message: str) -> None:
