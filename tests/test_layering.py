@@ -14,7 +14,7 @@ ORDER = """
     errors checks modes plain table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched memory tensors hidden copies tracers
+    tap draw spaces labels ledger shadow untouched memory tensors hidden copies calls tracers
     example trace standins layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules

@@ -19,6 +19,7 @@ from zipfx.matrices import Merge, Pairs
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
 from zipfx.tensors import constant_names, named_tensors
+from zipfx.trace import EXPECTS
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 
@@ -38,7 +39,7 @@ class Assembly:
         nodes = list(source.graph.nodes)
         root, unused = self._planted(nodes, [])
         graph = fx.Graph()
-        seen = copy_trunk(graph, nodes[:-1])
+        seen = copy_trunk(graph, nodes[:-1], source.meta[EXPECTS])
         graph.output(fx.node.map_arg(nodes[-1].args[0], seen.__getitem__))
         notes = [
             f"kept though the traced graph does not use it: {', '.join(names)}"
@@ -57,7 +58,7 @@ class Assembly:
         nodes = [list(module.graph.nodes) for module in self.modules]
         root, unused = self._planted(trunk, plans)
         graph = fx.Graph()
-        seen = copy_trunk(graph, trunk)
+        seen = copy_trunk(graph, trunk, source.meta[EXPECTS])
         copies = {i: seen[n] for i, n in enumerate(nodes[0]) if n in seen}
         graph.output(
             tuple(copy_head(graph, root, nodes[k], copies, p, k) for k, p in enumerate(plans))

@@ -8,13 +8,14 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zipfx.calls import in_order, spelled, surplus
 from zipfx.checks import whole
 from zipfx.errors import ZipError
 from zipfx.modes import as_caller
@@ -33,12 +34,14 @@ class Calibration:
     loaders: one iterable of batches, or one per model (taken in turns).
     max_samples: at most this many samples of each loader (None: all); no batch is asked for beyond.
     A batch whose tensors have no first dimension in common counts as one sample.
+    dropped: entries of a batch that forward is not given.
     """
 
     loaders: tuple[Iterable[Any], ...]
     batch_to_args: BatchToArgs | None = None
     max_samples: int | None = None
     device: torch.device | None = None
+    dropped: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
@@ -58,10 +61,11 @@ class Calibration:
             for source in list(turns):
                 with as_caller():
                     batch = next(turns[source], _NO_BATCH)
-                    arguments = None if batch is _NO_BATCH else self._arguments(batch)
-                if arguments is None:
+                    found = None if batch is _NO_BATCH else self._arguments(batch)
+                if found is None:
                     del turns[source]
                     continue
+                arguments = found[0], {k: v for k, v in found[1].items() if k not in self.dropped}
                 size = batch_size(arguments)
                 if size == 0:
                     empty = True
@@ -242,43 +246,70 @@ def fixed_randomness(seed: int) -> Iterator[None]:
             np.random.set_state(legacy)
 
 
-def example_arguments(
-    forward: Callable[..., Any], data: Calibration | None, example: Any, device: torch.device
-) -> tuple[Any, ...]:
-    """Positional arguments to analyse a model with: `example`, or two samples of the first batch.
+def example_batch(example: Any, device: torch.device) -> Arguments:
+    """Example inputs - an input, a tuple of arguments, or a dict of them - as (args, kwargs)."""
+    moved = map_tensors(lambda t: t.to(device), example)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return (moved if isinstance(moved, tuple) else (moved,)), {}
+
+
+def first_call(
+    model: nn.Module, data: Calibration | None, example: Any, device: torch.device
+) -> tuple[tuple[Any, ...], tuple[str, ...], Calibration | None, list[str]]:
+    """What to analyse a model with: `example`, or two samples of the first batch.
+
+    Returns:
+        Its values and the names of the last of them (`calls.in_order`); the data without what
+        forward is not to be given; notes that say what that is.
 
     Raises:
-        ZipError: no data, or a batch that does not fit forward's signature.
+        ZipError: there is no data; a batch does not fit forward's signature, or example_inputs.
     """
-    if example is not None:
-        args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-        args = map_tensors(lambda t: t.to(device), args)
-    else:
-        assert data is not None
+    notes: list[str] = []
+    batch: Arguments | None = None
+    if data is not None:
         batch = next(iter(data), None)
         if batch is None:
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
         args, kwargs = first_samples(batch, 2)
+        dropped, notes = surplus(model, args, kwargs)
+        data = replace(data, dropped=frozenset(dropped))
+        batch = args, {k: v for k, v in kwargs.items() if k not in dropped}
+    if example is None:
+        assert batch is not None
+        return *example_arguments(model.forward, *batch), data, notes
+    found, by_name = example_arguments(model.forward, *example_batch(example, device))
+    if batch is not None:
+        for name, value in batch[1].items():
+            names = [a.name for a in spelled(model.forward, found, by_name)]
+            if value is not None and (name not in names or found[names.index(name)] is None):
+                raise ZipError(
+                    f"batches hold {name!r} and example_inputs do not: the models would be traced "
+                    "without, and the calibration data would be read without; give it in both, or "
+                    "in none"
+                )
+    return found, by_name, data, notes
+
+
+def example_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """`in_order`, for what callers give.
+
+    Raises:
+        ZipError: it does not fit forward's signature.
+    """
     try:
         return in_order(forward, args, kwargs)
     except TypeError as error:
+        taken = ", ".join(inspect.signature(forward).parameters)
         raise ZipError(
-            f"a batch does not fit the model's forward: {error}. Pass batch_to_args=..., a "
-            "function from a batch to the input, a tuple of arguments, or a dict of them"
+            f"a batch does not fit the model's forward: {error} (it takes {taken}"
+            + (f"; the batch has {', '.join(kwargs)}" if kwargs else "")
+            + "). Pass batch_to_args=..., a function from a batch to the input, a tuple of "
+            "arguments, or a dict of them"
         ) from error
-
-
-def in_order(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """One value for every argument of forward, defaults included, as a graph takes them.
-
-    Raises:
-        TypeError: they are not its arguments.
-    """
-    bound = inspect.signature(forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return (*bound.args, *bound.kwargs.values())
 
 
 def guessed_input(model: nn.Module) -> Tensor:

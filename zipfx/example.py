@@ -23,6 +23,7 @@ from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.calls import Argument
 from zipfx.tracers import Tracer, is_in_place, is_tracing_code, name_of
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
@@ -153,9 +154,14 @@ class ExampleTracer(Tracer):
     """
 
     def __init__(
-        self, inputs: Sequence[Any], *, writes: bool = False, opened: bool = False
+        self,
+        inputs: Sequence[Any],
+        arguments: Sequence[Argument] | None = None,
+        *,
+        writes: bool = False,
+        opened: bool = False,
     ) -> None:
-        super().__init__(opened=opened)
+        super().__init__(arguments, opened=opened)
         self.inputs, self.writes = list(inputs), writes
         self.shapes = [tuple(t.shape) for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
         self.asked: set[fx.Node] = set()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.calibrate import example_arguments, fixed_randomness
+from zipfx.calibrate import example_arguments, example_batch, fixed_randomness
 from zipfx.correspond import check_models
 from zipfx.errors import ZipError, first_line
 from zipfx.modes import own_modes
@@ -233,7 +233,12 @@ def _traced(
     makers: list[Callable[[], fx.Tracer | None]] = [lambda: tracer]
     if tracer is None and not isinstance(model, fx.GraphModule):
         given = drawn(header.traced.inputs, device) if example_inputs is None else example_inputs
-        makers = [*ways(model, example_arguments(model.forward, None, given, device))]
+        args, kwargs = example_batch(given, device)
+        if example_inputs is None:
+            names = header.traced.names
+            count = len(args) - len(names)
+            args, kwargs = args[:count], dict(zip(names, args[count:], strict=True))
+        makers = [*ways(model, *example_arguments(model.forward, args, kwargs))]
     failures, misfits = [], []
     for make in makers:
         try:

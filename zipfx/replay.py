@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from zipfx.calibrate import Calibration, batch_size, in_order
+from zipfx.calibrate import Calibration, batch_size
+from zipfx.calls import in_order
 from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
 from zipfx.modes import as_caller
@@ -194,7 +195,7 @@ def positional(
         ZipError: they are not its arguments.
     """
     try:
-        return in_order(forward, args, kwargs)
+        return in_order(forward, args, kwargs)[0]
     except TypeError as error:
         raise ZipError(f"a calibration batch does not fit the model's forward: {error}") from error
 

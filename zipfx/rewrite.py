@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.calls import EXPECTATIONS, Expectation
 from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
@@ -24,8 +25,8 @@ from zipfx.tensors import clone_tensors, named_tensors
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
 SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
-#: functions that a merge puts between trunk and head
-INSERTED = (clone_tensors, torch.index_select, select, mix)
+#: functions that a merge puts between trunk and head, and behind its inputs
+INSERTED = (clone_tensors, torch.index_select, select, mix, *EXPECTATIONS)
 
 Part = int | None  # of a merge: a head, by its number, or the trunk
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
@@ -241,10 +242,19 @@ def planted(
     return tree.root, unused
 
 
-def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Copy nodes with their names and targets."""
+def copy_trunk(
+    graph: fx.Graph, nodes: Sequence[fx.Node], expects: Sequence[Expectation] = ()
+) -> dict[fx.Node, fx.Node]:
+    """Copy nodes with their names and targets; checks of what is expected of the inputs come behind
+    these."""
     seen: dict[fx.Node, fx.Node] = {}
+    left = list(expects)
     for node in nodes:
+        if node.op != "placeholder":
+            inputs = {str(n.target): copied for n, copied in seen.items() if n.op == "placeholder"}
+            for e in left:
+                graph.call_function(e.check, (inputs[e.name], *e.arguments))
+            left = []
         seen[node] = graph.node_copy(node, seen.__getitem__)
         seen[node].meta.pop(HEAD_KEY, None)
         seen[node].meta[SOURCE_KEY] = node.name

@@ -22,10 +22,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Traced:
-    """inputs: the example inputs, as `described`; tracer: the type of the caller's own, if any."""
+    """inputs: the example inputs, as `described`; tracer: the type of the caller's own, if any;
+    names: of the last inputs, those that are given by name."""
 
     inputs: Any
     tracer: str | None = None
+    names: tuple[str, ...] = ()
 
 
 def described(value: Any) -> Any:

@@ -7,17 +7,26 @@ and owns its buffers, in eval mode, without the caller's hooks.
 from __future__ import annotations
 
 import copy
-import inspect
 import linecache
 import operator
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from zipfx.calls import (
+    Argument,
+    Expectation,
+    call,
+    expect_absent,
+    expect_equal,
+    expect_given,
+    in_order,
+    spelled,
+)
 from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
@@ -33,6 +42,8 @@ CONSTANTS = "zipfx_constants"
 NOTES = "zipfx_notes"
 #: meta key of a traced module: attributes that forward sets
 SETS = "zipfx_sets"
+#: meta key of a traced module: what its graph expects of its inputs, a list of `Expectation`
+EXPECTS = "zipfx_expects"
 
 
 def trace(
@@ -40,6 +51,7 @@ def trace(
     tracer: fx.Tracer | None = None,
     device: torch.device | None = None,
     inputs: Sequence[Any] | None = None,
+    by_name: Sequence[str] = (),
 ) -> fx.GraphModule:
     """Trace a model, in eval mode, without changing it.
 
@@ -53,7 +65,8 @@ def trace(
         model: any module that `torch.fx` can trace; a GraphModule keeps its graph as it is.
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         device: where the traced module is to live; default: where the model is.
-        inputs: forward's arguments, on that device.
+        inputs: forward's arguments, on that device; by_name: the names of the last of them, which
+            can only be given by name (`calls.in_order`).
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -74,26 +87,43 @@ def trace(
         if tracer is None and isinstance(model, fx.GraphModule):
             return _as_traced(model, device)
         if tracer is not None or inputs is None:
-            return _traced(model, tracer or Tracer(), device)
-        *first, last = ways(model, inputs)
+            return _traced(model, tracer or Tracer(), device, inputs)
+        inputs, arguments = _arguments(model, inputs, by_name)
+        *first, last = ways(model, inputs, by_name)
         for make in first:
             with suppress(ZipError):
-                return _checked(_traced(model, make(), device), model, inputs)
-        return _checked(_traced(model, last(), device), model, inputs)
+                found = _traced(model, make(), device, inputs)
+                return _checked(found, model, inputs, arguments)
+        return _checked(_traced(model, last(), device, inputs), model, inputs, arguments)
 
 
-def ways(model: nn.Module, inputs: Sequence[Any]) -> list[Callable[[], fx.Tracer]]:
+def ways(
+    model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str] = ()
+) -> list[Callable[[], fx.Tracer]]:
     """The ways to trace a model with inputs, in the order in which they are tried."""
-    bound = _bound(model, inputs)
+    inputs, arguments = _arguments(model, inputs, by_name)
     found: list[Callable[[], fx.Tracer]] = [
-        Tracer,
-        lambda: ExampleTracer(clone_tensors(bound)),
-        lambda: ExampleTracer(clone_tensors(bound), writes=True),
+        lambda: Tracer(arguments),
+        lambda: ExampleTracer(clone_tensors(inputs), arguments),
+        lambda: ExampleTracer(clone_tensors(inputs), arguments, writes=True),
     ]
-    given = all(x is not None for x in bound)  # what is not given could be a mask
+    given = all(x is not None for x in inputs)  # what is not given could be a mask
     if given and any(type(m) in OPENED for m in model.modules()):
-        found.insert(0, lambda: ExampleTracer(clone_tensors(bound), opened=True))
+        found.insert(0, lambda: ExampleTracer(clone_tensors(inputs), arguments, opened=True))
     return found
+
+
+def _arguments(
+    model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str]
+) -> tuple[tuple[Any, ...], list[Argument]]:
+    """One value for each argument of forward, defaults included, and these arguments."""
+    count = len(inputs) - len(by_name)
+    try:
+        named = dict(zip(by_name, inputs[count:], strict=True))
+        values, names = in_order(model.forward, inputs[:count], named)
+        return values, spelled(model.forward, values, names)
+    except TypeError as error:
+        raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
 
 
 def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
@@ -102,7 +132,12 @@ def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
-def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+def _checked(
+    module: fx.GraphModule,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    arguments: Sequence[Argument],
+) -> fx.GraphModule:
     """The module, if it computes what the model computes (or the model itself does not run)."""
     device = next((t.device for t in module.parameters()), None)
     away = any(t.device != device for t in model.parameters())
@@ -111,7 +146,7 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
     for own in (twin, module):
         try:
             with torch.no_grad(), _own_randomness(module):
-                found.append([leaves(y) for y in _run_twice(own, inputs)])
+                found.append([leaves(y) for y in _run_twice(own, inputs, arguments)])
         except Exception as error:
             if own is twin:
                 return module
@@ -124,10 +159,37 @@ def _checked(module: fx.GraphModule, model: nn.Module, inputs: Sequence[Any]) ->
             if again:
                 raise _stateful(model, module)
             raise _astray(model, "outputs have other values")
+    module.meta[EXPECTS] = [
+        e
+        for e in module.meta[EXPECTS]
+        if e.check is not expect_given or not _does_without(e, twin, module, inputs, arguments)
+    ]
     return module
 
 
-def _run_twice(module: nn.Module, inputs: Sequence[Any]) -> list[Any]:
+def _does_without(
+    expectation: Expectation,
+    model: nn.Module,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    arguments: Sequence[Argument],
+) -> bool:
+    """Whether a graph gives what the model gives without an argument that it was traced with."""
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
+    fewer = [None if n == expectation.name else x for n, x in zip(names, inputs, strict=True)]
+    try:
+        with torch.no_grad(), _own_randomness(module):
+            found = [leaves(_run_twice(own, fewer, arguments)) for own in (model, module)]
+    except Exception:  # one of the two can not do without
+        return False
+    ours, theirs = ([t for t in ts if isinstance(t, torch.Tensor)] for ts in found)
+    alike = [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
+    return alike and all(map(close, ours, theirs))
+
+
+def _run_twice(
+    module: nn.Module, inputs: Sequence[Any], arguments: Sequence[Argument]
+) -> list[Any]:
     """What a module computes when it is run, and when it is run again; it may write to its
     parameters, and so does not find them changed."""
     forward: Any
@@ -138,15 +200,11 @@ def _run_twice(module: nn.Module, inputs: Sequence[Any]) -> list[Any]:
     results = []
     with untouched([*module.parameters(), *module.buffers()]), as_caller():
         for _ in range(2):
-            args, named = clone_tensors(tuple(inputs)), {}
-            if not isinstance(module, fx.GraphModule):
-                kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
-                if inspect.Parameter.VAR_POSITIONAL not in kinds.values():
-                    taken = dict(zip(kinds, args))
-                    only = inspect.Parameter.KEYWORD_ONLY
-                    named = {n: a for n, a in taken.items() if kinds[n] is only}
-                    args = args[: len(args) - len(named)]
-            results.append(clone_tensors(forward(*args, **named)))
+            values = clone_tensors(tuple(inputs))
+            traced = isinstance(module, fx.GraphModule)
+            results.append(
+                clone_tensors(forward(*values) if traced else call(forward, values, arguments))
+            )
     return results
 
 
@@ -168,7 +226,12 @@ def _stateful(model: nn.Module, module: fx.GraphModule) -> ZipError:
     )
 
 
-def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) -> fx.GraphModule:
+def _traced(
+    model: nn.Module,
+    tracer: fx.Tracer,
+    device: torch.device | None,
+    inputs: Sequence[Any] | None = None,
+) -> fx.GraphModule:
     twin = structural_copy(model, share_parameters=device is None).to(device)
     own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
     aware = tracer if isinstance(tracer, ExampleTracer) else None
@@ -186,15 +249,17 @@ def _traced(model: nn.Module, tracer: fx.Tracer, device: torch.device | None) ->
         raise
     except Exception as error:
         raise ZipError(_untraceable(root, error)) from error
+    _give_defaults(graph)
+    expects = [] if inputs is None else _expectations(graph, inputs, aware.asked if aware else ())
     if aware:
         _drop_answered(graph, aware.asked)
-    _give_defaults(graph)
     _sink_shapes(graph)
     constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
     sets = _put_back(root, attributes, constants)
     module = fx.GraphModule(twin, graph, type(model).__name__)
     module.meta[SETS] = sets
+    module.meta[EXPECTS] = expects
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
     module.meta[NOTES] = list(aware.notes) if aware else []
     lost = [name for name in sets if name not in _written_in_place(graph)]
@@ -255,6 +320,7 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None) -> fx.GraphMo
     module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
     module.meta[NOTES] = list(model.meta.get(NOTES, ()))
     module.meta[SETS] = []
+    module.meta[EXPECTS] = list(model.meta.get(EXPECTS, ()))
     return _with_tree(module, twin)
 
 
@@ -268,19 +334,6 @@ def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
     module.eval()
     module.graph.lint()
     return module
-
-
-def _bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """One value for each argument of forward, defaults included."""
-    signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*inputs)
-    except TypeError as error:
-        if len(inputs) > len(signature.parameters):
-            raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
-        return tuple(inputs)
-    bound.apply_defaults()
-    return tuple(bound.arguments.values())
 
 
 def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
@@ -297,6 +350,31 @@ def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
         if node in asked and pure and not node.users:
             asked.update(node.all_input_nodes)
             graph.erase_node(node)
+
+
+def _expectations(
+    graph: fx.Graph, inputs: Sequence[Any], asked: Collection[fx.Node]
+) -> list[Expectation]:
+    """What a graph that was traced with these inputs takes for granted of others: what was None, or
+    was not, and settings that Python went by."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    if len(placeholders) != len(inputs):  # a tracer of the caller's has others
+        return []
+    decisive, stack = set(asked), list(asked)
+    while stack:
+        new = set(stack.pop().all_input_nodes) - decisive
+        decisive |= new
+        stack += new
+    found = []
+    for node, value in zip(placeholders, inputs, strict=True):
+        name = str(node.target)
+        if value is None and not node.users:
+            found.append(Expectation(name, expect_absent))
+        elif value is not None and node.args == (None,) and node.users:
+            found.append(Expectation(name, expect_given))
+        if node in decisive and isinstance(value, (bool, int, float, str)):
+            found.append(Expectation(name, expect_equal, value))
+    return found
 
 
 def _give_defaults(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from zipfx.assemble import Assembly
 from zipfx.calibrate import (
     BatchToArgs,
     calibration,
-    example_arguments,
+    first_call,
     fixed_randomness,
     guessed_input,
 )
@@ -163,14 +163,16 @@ def zip(
         with stages.stage("trace"):
             guessed = [guessed_input(models[0])] if blind and example_inputs is None else []
             example = guessed[0] if guessed else example_inputs
-            inputs = example_arguments(models[0].forward, data, example, away)
-            modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
+            inputs, by_name, data, unread = first_call(models[0], data, example, away)
+            elsewhere = None if away == home else away
+            modules = [trace(m, tracer, elsewhere, inputs, by_name) for m in models]
             given = "example_inputs" if data is None or example_inputs is not None else _FIRST
             states = [
                 state_of(m, inputs, f"model {k} fails on {given}") for k, m in enumerate(modules)
             ]
             if any(isinstance(t, nn.Parameter) for state in states for t in state.tensors):
-                modules = [trace(m, tracer, away, inputs) for m in models]  # on memory of their own
+                # on memory of their own
+                modules = [trace(m, tracer, away, inputs, by_name) for m in models]
                 states = [state_of(m, inputs) for m in modules]
             last = last_node(modules[0], partial)
         with stages.stage("analyze"):
@@ -243,7 +245,7 @@ def zip(
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
     own_tracer = None if tracer is None else type(tracer).__qualname__
-    merged.meta[TRACED] = Traced(described(inputs), own_tracer)
+    merged.meta[TRACED] = Traced(described(inputs), own_tracer, by_name)
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
@@ -274,6 +276,7 @@ def zip(
                 for x in guessed
             ),
             *_hooks(models),
+            *unread,
             *(note for note in taken if note not in analysis.spaces.notes),
             *_few(spaces, samples),
             *notes,
