@@ -15,11 +15,12 @@ ORDER = """
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched memory tensors hidden copies calls tracers
-    example trace standins layers
+    example tidy trace standins layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay
-    correspond observe fuse pairing weigh heads rewrite recipe assemble opaque unfold targets
+    correspond observe fuse pairing weigh heads rewrite recipe numbering alike
+    assemble opaque unfold targets
     refit repair report zip files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

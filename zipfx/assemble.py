@@ -154,9 +154,10 @@ class Assembly:
         plans = []
         for k, module in enumerate(self.modules):
             by_index = {i: self.matched[s.name][0] for i, s in enumerate(first.spaces)}
-            if k == 0 or same_graph(self.modules[0], module):
+            named = named_tensors(module).keys() == named_tensors(self.modules[0]).keys()
+            if k == 0 or (named and same_graph(self.modules[0], module)):
                 found, facts = first.grouping, first.facts
-            else:  # a head of its own: its labels have their own numbers
+            else:  # a head, or names, of its own: its labels have their own numbers
                 mine = run_analysis(module, self.inputs, verify=False).cut(first.grouping.last)
                 facts = mine.facts
                 by_index = self._translate(mine)

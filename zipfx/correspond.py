@@ -28,22 +28,47 @@ def module_paths(node: fx.Node) -> list[str]:
 
 
 def last_node(module: fx.GraphModule, partial: str | None) -> int:
-    """Index of the last node of the module named `partial` (None: of the whole graph).
+    """Index of the last node of the module named `partial` (None: of the whole graph); of a
+    container that is not called itself, of what is in it.
 
     Raises:
-        ZipError: no such module, or it is not used; the nearest names are suggested.
+        ZipError: no such module, or it is not used; names that are near in the graph are suggested.
     """
     nodes = list(module.graph.nodes)
     if partial is None:
         return len(nodes) - 1
-    inside = [i for i, node in enumerate(nodes) if partial in module_paths(node)]
-    if inside:
+    inside = [
+        i
+        for i, node in enumerate(nodes)
+        if any(p == partial or p.startswith(f"{partial}.") for p in module_paths(node))
+    ]
+    if inside and partial:
         return inside[-1]
-    known = list(dict.fromkeys(path for node in nodes for path in module_paths(node)))
-    near = difflib.get_close_matches(partial, known, n=3, cutoff=0.4) or known[:5]
-    raise ZipError(
-        f"partial={partial!r} names no module that the model runs; the nearest names are {near}"
-    )
+    known = list(dict.fromkeys(p for node in nodes for p in module_paths(node) if p))
+    raise ZipError(f"partial={partial!r} {_not_a_cut(module, partial, known)}")
+
+
+def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
+    """Why a name is none of a module that runs, and which ones are near it."""
+    leaves = [str(n.target) for n in module.graph.nodes if n.op == "call_module"]
+    around = [leaf for leaf in leaves if partial.startswith(f"{leaf}.")]
+    if around:
+        kind = type(module.get_submodule(around[-1])).__name__
+        return f"lies inside {around[-1]!r}, a {kind} that is one node of the graph: choose that"
+    parts = partial.split(".")
+    prefixes = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
+    near = next(found for p in prefixes if (found := _children(known, p)))
+    ranked = difflib.get_close_matches(partial, near, n=3, cutoff=0) or near[-3:]
+    there = partial in dict(module.named_modules(remove_duplicate=False))
+    what = "is a module that the model does not run" if there else "names no module"
+    return f"{what}; near it in the graph are {sorted(ranked, key=near.index)}"
+
+
+def _children(known: Sequence[str], prefix: str) -> list[str]:
+    """The modules right inside one that run, in the order of the graph."""
+    depth = prefix.count(".") + 2 if prefix else 1
+    inside = (p for p in known if not prefix or p.startswith(f"{prefix}."))
+    return list(dict.fromkeys(".".join(p.split(".")[:depth]) for p in inside))
 
 
 def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[int]) -> int:
@@ -98,59 +123,49 @@ def _check_devices(models: Sequence[nn.Module]) -> None:
             raise ZipError(f"model {k} is spread over devices {kind[0]}; move it to one first")
 
 
-def correspond(modules: Sequence[fx.GraphModule], last: int) -> None:
-    """Check that nodes 0..last of all graphs do the same.
-
-    Raises:
-        ZipError: the first pair of nodes that differs, with both models' settings.
-    """
-    for k in range(1, len(modules)):
-        _correspond(modules[0], modules[k], k, last)
-
-
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     """Whether two traced models correspond to the last node."""
     if len(a.graph.nodes) != len(b.graph.nodes):
         return False
-    try:
-        _correspond(a, b, 1, len(a.graph.nodes) - 1)
-    except ZipError:
-        return False
-    return True
+    return mismatch(a, b, len(a.graph.nodes) - 1) is None
 
 
-def _correspond(a: fx.GraphModule, b: fx.GraphModule, k: int, last: int) -> None:
+def mismatch(a: fx.GraphModule, b: fx.GraphModule, last: int) -> str | None:
+    """The first difference of two graphs up to the node of index `last`, node by node: other
+    operations or settings, shapes, or weights that are shared otherwise (None: there is none)."""
     nodes_a, nodes_b = list(a.graph.nodes), list(b.graph.nodes)
+    at = _positions(a), _positions(b)
     names: dict[str, str] = {}
     owners: dict[int, int] = {}
-    at_a = {n: i for i, n in enumerate(nodes_a)}
-    at_b = {n: i for i, n in enumerate(nodes_b)}
     for i in range(last + 1):
         if i >= len(nodes_b):
-            raise ZipError(
-                f"models 0 and {k} do not correspond: model {k} ends before "
-                f"{describe(nodes_a[i])} of model 0; zip a part with partial=... that both share"
-            )
+            return f"it ends before {describe(nodes_a[i])}"
         x, y = nodes_a[i], nodes_b[i]
-        left, right = _summary(a, x, at_a), _summary(b, y, at_b)
-        if left != right:
-            raise ZipError(
-                f"models 0 and {k} do not correspond at {describe(x)} of model 0 and {describe(y)} "
-                f"of model {k}: {_difference(left, right)}. Only models of one architecture can be "
-                "zipped; if they differ only later, choose partial=... before this node"
-            )
+        found = _difference(_summary(a, x, at[0]), _summary(b, y, at[1]))
+        if found is not None:
+            return f"{describe(x)} and {describe(y)}: {found}"
         if x.op in ("call_module", "get_attr"):
             if names.setdefault(str(x.target), str(y.target)) != y.target:
-                raise ZipError(
-                    f"models 0 and {k} share weights differently: {x.target!r} of model 0 is both "
-                    f"{names[str(x.target)]!r} and {y.target!r} in model {k}"
+                return (
+                    f"weights are shared differently: {x.target!r} of model 0 is both "
+                    f"{names[str(x.target)]!r} and {y.target!r} in the other"
                 )
             for s, t in zip(tensors_at(a, x), tensors_at(b, y), strict=True):
                 if owners.setdefault(id(s), id(t)) != id(t):
-                    raise ZipError(
-                        f"models 0 and {k} tie weights differently at {describe(x)}: a tensor that "
-                        "is one in model 0 is two in the other; tie or untie them alike"
+                    return (
+                        f"weights are tied differently at {describe(x)}: a tensor that is one in "
+                        "model 0 is two in the other"
                     )
+    return None
+
+
+def differing(a: fx.GraphModule, x: fx.Node, b: fx.GraphModule, y: fx.Node) -> str | None:
+    """In what a node of one model differs from a node of another one (None: they do the same)."""
+    return _difference(_summary(a, x, _positions(a)), _summary(b, y, _positions(b)))
+
+
+def _positions(module: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(module.graph.nodes)}
 
 
 def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
@@ -195,7 +210,9 @@ class _At(str):
         return super().__new__(cls, f"node {index}")
 
 
-def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    if a == b:
+        return None
     for key in a:
         if isinstance(a[key], dict) and isinstance(b.get(key), dict):
             names = [n for n in {**a[key], **b[key]} if a[key].get(n) != b[key].get(n)]

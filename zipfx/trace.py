@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import linecache
-import operator
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -21,8 +20,6 @@ from zipfx.calls import (
     Argument,
     Expectation,
     call,
-    expect_absent,
-    expect_equal,
     expect_given,
     in_order,
     spelled,
@@ -33,7 +30,14 @@ from zipfx.example import ExampleTracer
 from zipfx.modes import as_caller
 from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, close, leaves
-from zipfx.tracers import OPENED, Tracer, is_in_place, is_tracing_code, refusing_autocast
+from zipfx.tidy import (
+    drop_answered,
+    expectations,
+    give_defaults,
+    sink_shapes,
+    written_in_place,
+)
+from zipfx.tracers import OPENED, Tracer, is_tracing_code, refusing_autocast
 from zipfx.untouched import untouched
 
 #: meta key of a traced module: names of tensors that forward wrote down as constants
@@ -249,11 +253,11 @@ def _traced(
         raise
     except Exception as error:
         raise ZipError(_untraceable(root, error)) from error
-    _give_defaults(graph)
-    expects = [] if inputs is None else _expectations(graph, inputs, aware.asked if aware else ())
+    give_defaults(graph)
+    expects = [] if inputs is None else expectations(graph, inputs, aware.asked if aware else ())
     if aware:
-        _drop_answered(graph, aware.asked)
-    _sink_shapes(graph)
+        drop_answered(graph, aware.asked)
+    sink_shapes(graph)
     constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
     sets = _put_back(root, attributes, constants)
@@ -262,7 +266,7 @@ def _traced(
     module.meta[EXPECTS] = expects
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
     module.meta[NOTES] = list(aware.notes) if aware else []
-    lost = [name for name in sets if name not in _written_in_place(graph)]
+    lost = [name for name in sets if name not in written_in_place(graph)]
     if lost:
         module.meta[NOTES].append(f"forward sets {', '.join(lost)}, which the result does not")
     module.meta[NOTES] += [
@@ -292,12 +296,6 @@ def _put_back(
                 own.pop(name, None)
                 own.update({name: known[name]} if name in known else {})
     return found
-
-
-def _written_in_place(graph: fx.Graph) -> set[str]:
-    """The parameters and buffers that nodes write to by their own names."""
-    writers = (n for n in graph.nodes if is_in_place(n.target) and n.all_input_nodes)
-    return {str(first.target) for n in writers if (first := n.all_input_nodes[0]).op == "get_attr"}
 
 
 def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -334,82 +332,6 @@ def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
     module.eval()
     module.graph.lint()
     return module
-
-
-def _drop_answered(graph: fx.Graph, asked: set[fx.Node]) -> None:
-    """Erase what was computed only to answer a question of Python."""
-    asked = set(asked)
-    for node in reversed(list(graph.nodes)):
-        function = getattr(node.target, "__name__", "")
-        pure = (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
-            node.op == "call_function"
-            and (node.target is getattr or node.target is getattr(operator, function, None))
-            and not function.startswith("i")  # iadd and the like write
-            and node.target is not operator.setitem
-        )
-        if node in asked and pure and not node.users:
-            asked.update(node.all_input_nodes)
-            graph.erase_node(node)
-
-
-def _expectations(
-    graph: fx.Graph, inputs: Sequence[Any], asked: Collection[fx.Node]
-) -> list[Expectation]:
-    """What a graph that was traced with these inputs takes for granted of others: what was None, or
-    was not, and settings that Python went by."""
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    if len(placeholders) != len(inputs):  # a tracer of the caller's has others
-        return []
-    decisive, stack = set(asked), list(asked)
-    while stack:
-        new = set(stack.pop().all_input_nodes) - decisive
-        decisive |= new
-        stack += new
-    found = []
-    for node, value in zip(placeholders, inputs, strict=True):
-        name = str(node.target)
-        if value is None and not node.users:
-            found.append(Expectation(name, expect_absent))
-        elif value is not None and node.args == (None,) and node.users:
-            found.append(Expectation(name, expect_given))
-        if node in decisive and isinstance(value, (bool, int, float, str)):
-            found.append(Expectation(name, expect_equal, value))
-    return found
-
-
-def _give_defaults(graph: fx.Graph) -> None:
-    """Arguments that must be named may come in any order; those of a graph have defaults last."""
-    optional = False
-    for node in graph.nodes:
-        if node.op == "placeholder" and not str(node.target).startswith("*"):
-            if optional and not node.args:
-                node.args = (None,)
-            optional |= bool(node.args)
-
-
-_RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
-
-
-def _sink_shapes(graph: fx.Graph) -> None:
-    """Move nodes that only look at shapes next to their first user.
-
-    A segmenter asks for the size of its input first and uses it last; between models with the same
-    trunk such a node must not make a difference, nor lie in the trunk when only a head needs it.
-    """
-    shapes: set[fx.Node] = set()
-    for node in graph.nodes:
-        of = node.all_input_nodes
-        looks = (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
-            node.target is getattr and node.args[1] in ("shape", "dtype", "device", "ndim")
-        )
-        steady = all(user.target not in _RESHAPED for n in of for user in n.users)
-        plain = node.op == "call_function" and of and all(n in shapes for n in of)
-        if (looks and steady) or plain:
-            shapes.add(node)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in reversed([n for n in graph.nodes if n in shapes and n.users]):
-        min(node.users, key=order.__getitem__).prepend(node)
-        order = {n: i for i, n in enumerate(graph.nodes)}
 
 
 def _untraceable(root: nn.Module, error: Exception) -> str:

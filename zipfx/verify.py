@@ -71,19 +71,22 @@ class _Runner(fx.Interpreter):
         return value
 
 
-class _Wide(TorchDispatchMode):
-    """What asks for a narrower dtype gets float64: weights are float64 here, and would not fit."""
+class Wide(TorchDispatchMode):
+    """What asks for a dtype of real numbers gets this one: where all weights are float64, another
+    would not fit them."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = torch.float64) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
-        if dtype is not None and dtype.is_floating_point and func is not aten.view.dtype:
-            kwargs["dtype"] = torch.float64
+        real = dtype is not None and dtype.is_floating_point
+        if self.dtype is not None and real and func is not aten.view.dtype:
+            kwargs["dtype"] = self.dtype
         return func(*args, **kwargs)
 
 
@@ -117,7 +120,7 @@ class _State:
     ) -> tuple[dict[str, Any], float]:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
-        with torch.no_grad(), as_caller(), _Wide():
+        with torch.no_grad(), as_caller(), Wide():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
         return runner.kept, torch.finfo(runner.lowest).eps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx import match
+from zipfx.alike import aligned
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.calibrate import (
@@ -26,7 +28,6 @@ from zipfx.correspond import (
     check_finite,
     check_models,
     check_outputs,
-    correspond,
     counterparts,
     last_node,
     unpacked,
@@ -175,6 +176,16 @@ def zip(
                 modules = [trace(m, tracer, away, inputs, by_name) for m in models]
                 states = [state_of(m, inputs) for m in modules]
             last = last_node(modules[0], partial)
+        with stages.stage("correspond"):
+            if partial is None:
+                check_outputs(modules, inputs)
+            alike = aligned(modules, last, inputs, partial)
+            states = [
+                state if new is old else state_of(new, inputs)
+                for state, new, old in builtins.zip(states, alike.modules, modules, strict=True)
+            ]
+            modules, last = alike.modules, alike.last
+            check_constants(modules, last)
         with stages.stage("analyze"):
             analysis = _analyse(modules, inputs, last, verify, seed, given)
             last = analysis.grouping.last
@@ -183,11 +194,6 @@ def zip(
                 unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
             ):
                 analysis = analysis.pin(unseen, reason)
-        with stages.stage("correspond"):
-            if partial is None:
-                check_outputs(modules, inputs)
-            correspond(modules, last)
-            check_constants(modules, last)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
@@ -275,6 +281,7 @@ def zip(
                 "weight: pass example_inputs=... to choose"
                 for x in guessed
             ),
+            *alike.notes,
             *_hooks(models),
             *unread,
             *(note for note in taken if note not in analysis.spaces.notes),
