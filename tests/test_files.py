@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import sys
@@ -58,8 +59,14 @@ def reloaded(merged: nn.Module, models: Sequence[nn.Module], folder: Path, **opt
     for t, u in zip(ours.values(), theirs.values(), strict=True):
         assert (t.dtype, t.stride()) == (u.dtype, u.stride())
     assert [m.training for m in merged.modules()] == [m.training for m in found.modules()]
-    assert repr(merged.meta) == repr(found.meta)
+    assert repr(as_stored(merged)) == repr(as_stored(found))
     return found
+
+
+def as_stored(merged: Any) -> dict[str, Any]:
+    """The meta of a merge, but for what was measured while it was made, which is not stored."""
+    report = dataclasses.replace(merged.meta["zipfx"], seconds={}, bytes={})
+    return {**merged.meta, "zipfx": report}
 
 
 # ------------------------------------------------------------------ what comes back
@@ -120,7 +127,8 @@ def test_three_models_with_heads_of_their_own(
     merged = zipped(partial, [make() for make in makers], repair=repair)
     found = reloaded(merged, [make() for make in makers], tmp_path)
     assert same(found(images()), merged(images()))
-    assert str(found.meta["zipfx"]) == str(merged.meta["zipfx"])
+    assert found.meta["zipfx"] == merged.meta["zipfx"]
+    assert str(found.meta["zipfx"]) == str(as_stored(merged)["zipfx"])
     for k in range(0 if partial is None else 3):
         head = zipfx.head(found, k)
         assert same(head(images()), merged(images())[k])

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.correspond import settings
 from zipfx.errors import ZipError
+from zipfx.naming import without_addresses
 from zipfx.rewrite import (
     HEAD_KEY,
     HEADS,
@@ -35,7 +36,6 @@ from zipfx.tracers import name_of
 Take = Callable[[str, Tensor | None], Tensor]
 
 _OWN = re.compile(r"unmerge_\d+")  # buffers that heads have and models do not
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = ("call_module", "get_attr")
 
 
@@ -134,7 +134,7 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
     if node.op != "call_module":
         return Does(node.op, target, text)
     leaf = module.get_submodule(str(node.target))
-    known = {key: _ADDRESS.sub("", value) for key, value in settings(leaf).items()}
+    known = {key: without_addresses(value) for key, value in settings(leaf).items()}
     return Does(node.op, target, text, type(leaf).__name__, known)
 
 
@@ -149,7 +149,7 @@ def _text(arguments: Any) -> str:
     def blank(a: Any) -> Any:
         return _Blank() if isinstance(a, (fx.Node, torch.device)) else a
 
-    return _ADDRESS.sub("", str(fx.node.map_aggregate(arguments, blank)))
+    return without_addresses(str(fx.node.map_aggregate(arguments, blank)))
 
 
 def _reads(arguments: Any) -> tuple[str, ...]:

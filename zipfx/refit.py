@@ -26,6 +26,7 @@ from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step
 from zipfx.trace import clone_tensors
 from zipfx.unfold import title
+from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is
 _CHUNK = 2**24  # entries of patches at a time
@@ -70,8 +71,8 @@ class Refit:
             raise ZipError(f"memory is {self.memory}: it must be at least 0 bytes")
 
 
-@dataclass(frozen=True)
-class Refitted:
+@dataclass(frozen=True, eq=False)
+class Refitted(ByValue):
     """One layer: mean square error on held-out data before and after, relative to the variance of
     the targets; the ridge that was chosen; and how many outputs changed, of all."""
 

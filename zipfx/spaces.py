@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zipfx.errors import ZipError
+from zipfx.errors import UnknownNameError, ZipError
 from zipfx.table import summary, table
 from zipfx.tap import Address
+from zipfx.values import ByValue
 
 
 class Role(str, enum.Enum):
@@ -24,8 +26,8 @@ class Role(str, enum.Enum):
     ELEMENTWISE = "elementwise"
 
 
-@dataclass(frozen=True)
-class Axis:
+@dataclass(frozen=True, eq=False)
+class Axis(ByValue):
     """Where the features of a space lie on one dimension of one parameter.
 
     index: (size, occurrences) int64; row j lists the indices that carry feature j, in an order
@@ -46,8 +48,8 @@ class Axis:
     implied: bool = False
 
 
-@dataclass(frozen=True)
-class Place:
+@dataclass(frozen=True, eq=False)
+class Place(ByValue):
     """A node of the traced graph whose result carries the features of a space, or an address
     (`inner`) inside a node at which they are met.
 
@@ -73,8 +75,8 @@ class Place:
     after: str | None = None
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, eq=False)
+class Block(ByValue):
     """The blocks of the space named `space`: row i of index (blocks, n) int64 lists the features
     that move with block i, in an order that is the same for all blocks."""
 
@@ -82,8 +84,8 @@ class Block:
     index: Tensor
 
 
-@dataclass(frozen=True)
-class Space:
+@dataclass(frozen=True, eq=False)
+class Space(ByValue):
     """A feature space: `size` features that are exchangeable with one another.
 
     blocks: sizes of the runs of features inside which they may be exchanged (the heads of an
@@ -128,9 +130,13 @@ class NodeInfo:
     inputs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class SpaceMap:
+@dataclass(frozen=True, eq=False)
+class SpaceMap(ByValue):
     """All feature spaces of a model, and what is pinned.
+
+    A collection of spaces that is looked up by name: `spaces["layer1.0.conv1"]`, `"0" in spaces`.
+    There is no `spaces[0]`, since names are often numbers: the first space is `spaces.spaces[0]`.
+    Two maps are equal if all in them is, tensors by value; so are spaces, axes and places.
 
     >>> import torch, zipfx
     >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -153,11 +159,30 @@ class SpaceMap:
     def __len__(self) -> int:
         return len(self.spaces)
 
+    def __contains__(self, item: object) -> bool:
+        """Whether there is a space of this name, or one equal to this space."""
+        if isinstance(item, Space):
+            return any(space == item for space in self.spaces)
+        return isinstance(item, str) and any(space.name == item for space in self.spaces)
+
     def __getitem__(self, name: str) -> Space:
+        """The space of this name.
+
+        Raises:
+            UnknownNameError: a `ZipError`, and a `KeyError`: there is none; the nearest are named.
+        """
         for space in self.spaces:
             if space.name == name:
                 return space
-        raise KeyError(name)
+        known = [space.name for space in self.spaces]
+        if not isinstance(name, str):
+            raise UnknownNameError(
+                f"spaces are looked up by their names, such as {known[:3]}, and {name!r} is a "
+                f"{type(name).__name__}; by position: .spaces[i]"
+            )
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:5]
+        nearest = f"the nearest names are {near}" if near else "there are none at all"
+        raise UnknownNameError(f"there is no space {name!r}; {nearest}")
 
     def random_permutations(self, seed: int = 0) -> dict[str, Tensor]:
         """One random permutation (size,) int64 for every space, from a generator of its own.

@@ -30,6 +30,7 @@ from zipfx.correspond import (
     unpacked,
 )
 from zipfx.errors import ZipError, first_line
+from zipfx.naming import name_of_callable
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
 from zipfx.refit import Refit, Refitted, refit
@@ -230,7 +231,7 @@ def zip(
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
-        matcher=str(merging),
+        matcher=name_of_callable(merging),
         repair=repair,
         spaces=tuple(SpaceReport.of(s, *matched[s.name], observes) for s in analysis.spaces),
         layers=count_layers(analysis),
