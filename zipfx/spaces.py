@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -315,25 +315,25 @@ def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int])
     )
 
 
-def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:
+# these are part of merges, so they are written in what of Python torch.jit.script knows
+def select(x: Tensor, dims: list[int], index: Tensor) -> Tensor:
     """`index_select` along several dimensions taken as one, flattened in this order."""
-    return _along(x, dims, lambda t: t.index_select(-1, index))
+    last = list(range(-len(dims), 0))
+    moved = x.movedim(dims, last)
+    found = moved.flatten(-len(dims)).index_select(-1, index)
+    return found.reshape(moved.shape).movedim(last, dims)
 
 
-def mix(x: Tensor, dims: tuple[int, ...], matrix: Tensor) -> Tensor:
+def mix(x: Tensor, dims: list[int], matrix: Tensor) -> Tensor:
     """Multiply by a matrix (n, d) along several dimensions taken as one, flattened in this order.
 
-    >>> mix(torch.tensor([[1.0, 2.0]]), (1,), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    >>> mix(torch.tensor([[1.0, 2.0]]), [1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     tensor([[2., 3.]])
     """
-    return _along(x, dims, lambda t: t @ matrix.to(x.dtype).T)
-
-
-def _along(x: Tensor, dims: tuple[int, ...], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function of the last dimension to several dimensions taken as one."""
-    last = tuple(range(-len(dims), 0))
+    last = list(range(-len(dims), 0))
     moved = x.movedim(dims, last)
-    return function(moved.flatten(-len(dims))).reshape(moved.shape).movedim(last, dims)
+    found = moved.flatten(-len(dims)) @ matrix.to(x.dtype).T
+    return found.reshape(moved.shape).movedim(last, dims)
 
 
 # ------------------------------------------------------------------ as text
