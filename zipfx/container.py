@@ -1,0 +1,158 @@
+"""Container: named tensors and one text as a safetensors file, with a checksum of all that is said.
+
+Written here, piece by piece into an open file, since safetensors writes to names only, with a
+temporary file of its own beside them. Read by safetensors, which checks that the parts fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zipfx.errors import ZipError, first_line
+
+#: metadata key of the text; one entry, as the order of several is up to who writes them
+KEY = "zipfx"
+#: bytes of a text that is parsed: 400 for each node of a graph is usual
+LONGEST = 2**25
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+#: dtypes of torch that have a name in safetensors, the widest last
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for name, key in _NAMES.items()}
+
+_SUM = re.compile(r'\{"sha256": "([0-9a-f]{64})", ')
+_BLANK = "0" * 64
+
+
+def pieces(text: str, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of the file.
+
+    Args:
+        text: goes into the metadata.
+        tensors: real, contiguous and on the CPU; their dtypes are among `DTYPES`.
+    """
+    entries: dict[str, Any] = {"__metadata__": {KEY: text}}
+    # the widest first, so that each lies at a multiple of its width; in the order of safetensors
+    order = {dtype: -i for i, dtype in enumerate(DTYPES)}
+    names = sorted(tensors, key=lambda name: (order[tensors[name].dtype], name))
+    at = 0
+    for name in names:
+        t = tensors[name]
+        entries[name] = {
+            "dtype": DTYPES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [at, at := at + t.nbytes],
+        }
+    head = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little")
+    yield head
+    for name in names:
+        yield _bytes_of(tensors[name])
+
+
+def contents(path: str) -> tuple[str, dict[str, Tensor]]:
+    """The text and the tensors of a file. The tensors may be views of it: copy them.
+
+    Raises:
+        ZipError: it is no regular file, no safetensors file, or none with such a text.
+        OSError: it can not be opened.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for who writes to it
+        raise ZipError("it is no regular file")
+    safetensors = library()
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if KEY not in metadata:
+                raise ZipError("it is a safetensors file, but was not written by zipfx.save")
+            names: list[str] = file.keys()
+            return metadata[KEY], {name: file.get_tensor(name) for name in names}
+    except safetensors.SafetensorError as error:
+        raise ZipError(
+            f"it is no safetensors file, or only a part of one ({first_line(error)}); save it again"
+        ) from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ZipError(
+            f"torch can not hold what is in it ({first_line(error)}); save it again"
+        ) from error
+
+
+def signed(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """A JSON dict with a checksum of it, and of the tensors, as its first entry.
+
+    >>> text = signed('{"a": 1}', {"x": torch.ones(1)})
+    >>> text[:20], unsigned(text, {"x": torch.ones(1)})
+    ('{"sha256": "a53130f9', '{"a": 1}')
+    """
+    blank = f'{{"sha256": "{_BLANK}", {text[1:]}'
+    return blank.replace(_BLANK, _checksum(blank, tensors), 1)
+
+
+def unsigned(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """The text that was `signed`.
+
+    Raises:
+        ZipError: the text or the tensors are not those that were signed.
+    """
+    found = _SUM.match(text)
+    if found is None or _checksum(text.replace(found[1], _BLANK, 1), tensors) != found[1]:
+        raise ZipError("it is damaged, or was edited: its checksum is not right; save it again")
+    return "{" + text[found.end() :]
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        found.update(json.dumps([name, str(t.dtype), list(t.shape)]).encode())
+        found.update(_bytes_of(t))
+    return found.hexdigest()
+
+
+def _bytes_of(t: Tensor) -> memoryview:
+    """The entries of a contiguous tensor, lowest byte first."""
+    array: Any = t.detach().flatten().view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        return memoryview(array.view(f"u{t.itemsize}").byteswap().tobytes())
+    return memoryview(array)
+
+
+def library() -> Any:
+    """The module safetensors.
+
+    Raises:
+        ZipError: it is not installed.
+    """
+    try:
+        importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ZipError(
+            "zipfx.save and zipfx.load need safetensors: pip install 'zipfx[save]'"
+        ) from error
+    return importlib.import_module("safetensors")
