@@ -23,11 +23,11 @@ from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made
 from zipfx.plain import parsed, read, written
-from zipfx.recipe import Recipe, rebuilt, recipe_of
+from zipfx.recipe import Recipe, rebuilt
 from zipfx.report import Report
 from zipfx.retrace import off_meta, retraced
 from zipfx.rewrite import MergedModule
-from zipfx.standins import TRACED, Traced
+from zipfx.standins import TRACED, Traced, as_described
 from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
@@ -99,8 +99,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
         tensors = named(merged)
         for name, t in tensors.items():
             check_storable(name, t)
-        recipe = recipe_of(merged, report.models, report.partial is not None)
-        check_as_made(merged, recipe)
+        recipe = check_as_made(merged, report.models, report.partial is not None)
     except ZipError as error:
         raise ZipError(
             f"this merge can not be saved as it is now: {error}. load could not bring that back: "
@@ -244,8 +243,7 @@ def _loaded(
     _set_modes(merged, header)
     merged.meta.update({TRACED: header.traced, REPORT: header.report})
     merged.to(home)
-    partial = header.report.partial is not None
-    merged.meta[MADE] = as_made(merged, recipe_of(merged, recipe.models, partial))
+    merged.meta[MADE] = as_made(merged, recipe.models, header.report.partial is not None)
     return merged
 
 
@@ -309,7 +307,9 @@ def _header(text: str, tensors: dict[str, Tensor]) -> Header:
                 f"it was written by zipfx {about['zipfx']}, in version {about['version']} of the "
                 f"format, and zipfx {_version()} reads version {VERSION}: install a later zipfx"
             )
-        return read(Header, text if about["version"] == 1 else unsigned(text, tensors))
+        header = read(Header, text if about["version"] == 1 else unsigned(text, tensors))
+        inputs = as_described(header.traced.inputs)  # which were written otherwise once
+        return replace(header, traced=replace(header.traced, inputs=inputs))
     except (ValueError, KeyError, TypeError) as error:
         raise ZipError(f"its header is damaged ({first_line(error)}); save it again") from error
 

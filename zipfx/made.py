@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
 from zipfx.naming import name_of_callable
-from zipfx.recipe import Recipe, Step
+from zipfx.recipe import Recipe, Step, recipe_of
 from zipfx.rewrite import HEADS, own_tensors
 from zipfx.stored import kind, named, tied
 
@@ -46,14 +46,16 @@ class Made:
     tied: dict[str, str] = field(repr=False)
 
 
-def as_made(merged: fx.GraphModule, recipe: Recipe) -> Made:
-    """What a merge is like now; recipe: of its graph."""
-    units = {path: _unit(part) for path, part in merged.named_modules(remove_duplicate=False)}
+def as_made(merged: fx.GraphModule, models: int, partial: bool) -> Made:
+    """What a merge is like now; models, partial: as in `recipe_of`."""
+    recipe = recipe_of(merged, models, partial)
     steps: dict[str | int | None, Step] = {step.name: step for step in recipe.steps}
     steps |= {step.part: step for step in recipe.results}
-    # those of buffers end when a module is moved to another device or dtype
-    parameters = {name: t for name, t in named(merged).items() if isinstance(t, nn.Parameter)}
-    return Made(units, steps, tied(parameters))
+    return Made(_units(merged), steps, _ties(merged))
+
+
+def _units(merged: nn.Module) -> dict[str, Unit]:
+    return {path: _unit(part) for path, part in merged.named_modules(remove_duplicate=False)}
 
 
 def _unit(module: nn.Module) -> Unit:
@@ -69,9 +71,14 @@ def _unit(module: nn.Module) -> Unit:
     return Unit(own, hiding, tensors)
 
 
-def check_as_made(merged: fx.GraphModule, recipe: Recipe) -> None:
-    """Check that a merge is still what it was when it was made, but for the values of its tensors
-    (and for heads that are no longer there).
+def _ties(merged: nn.Module) -> dict[str, str]:
+    """Of parameters: those of buffers end when a module is moved to another device or dtype."""
+    return tied({name: t for name, t in named(merged).items() if isinstance(t, nn.Parameter)})
+
+
+def check_as_made(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:
+    """The recipe of a merge, which is still what it was when it was made, but for the values of its
+    tensors (and for heads that are no longer there).
 
     Raises:
         ZipError: it is not, or has hooks; the message names the first difference.
@@ -81,49 +88,62 @@ def check_as_made(merged: fx.GraphModule, recipe: Recipe) -> None:
         raise ZipError("nothing is known of how it was made")
     for path, module in merged.named_modules():
         _check_hooks(path, module)
-    now = as_made(merged, recipe)
-    for difference in _differences(made, now, recipe):
+    for difference in _of_modules(made, merged):
         raise ZipError(difference)
+    recipe = recipe_of(merged, models, partial)
+    for difference in _of_graphs(made, recipe):
+        raise ZipError(difference)
+    return recipe
 
 
 def _check_hooks(path: str, module: nn.Module) -> None:
     for name, hooks in vars(module).items():
         if name.endswith("_hooks") and ("forward" in name or "backward" in name):
             for hook in hooks.values():
-                pruned = isinstance(hook, BasePruningMethod)
-                raise ZipError(
-                    f"module {path!r} has a {name.strip('_').removesuffix('s').replace('_', ' ')}, "
-                    + (
-                        f"which prunes its {hook._tensor_name}: make that permanent first, with "
-                        f"torch.nn.utils.prune.remove(module, {hook._tensor_name!r})"
-                        if pruned
-                        else f"{name_of_callable(hook)}: remove it first"
+                what = name.strip("_").removesuffix("s").replace("_", " ")
+                says = f"{name_of_callable(hook)}: remove it first"
+                if isinstance(hook, BasePruningMethod):
+                    key = hook._tensor_name
+                    says = (
+                        f"which prunes {key!r}: make that permanent first, with "
+                        f"torch.nn.utils.prune.remove(module, {key!r})"
                     )
-                )
+                raise ZipError(f"{_called(path)} has a {what}, {says}")
 
 
-def _differences(made: Made, now: Made, recipe: Recipe) -> Iterator[str]:
+def _called(path: str) -> str:
+    return f"module {path!r}" if path else "it"
+
+
+def _of_modules(made: Made, merged: nn.Module) -> Iterator[str]:
+    now = _units(merged)
+    partial = any(isinstance(key, int) for key in made.steps)
+
     def is_cut(path: str) -> bool:
         """Whether this belonged to a head that is no longer part of the merge."""
-        home, *head = path.split(".")[:2]
-        cut = home == HEADS and head and head[0] not in map(str, recipe.heads)
-        return bool(recipe.heads and cut)
+        home = path.split(".")[:2]
+        return partial and home[0] == HEADS and ".".join(home) not in now
 
     was = {path: unit for path, unit in made.units.items() if not is_cut(path)}
-    for path, unit in now.units.items():
+    for path, unit in now.items():
         if path not in was:
             yield f"module {path!r} ({unit.kind}) was put into it"
         else:
             yield from _of_unit(path, was[path], unit)
-    yield from (f"module {path!r} was taken out of it" for path in was if path not in now.units)
-    yield from _of_ties({n: t for n, t in made.tied.items() if not is_cut(n)}, now.tied)
-    steps = {k: s for k, s in made.steps.items() if s.part is None or s.part in recipe.heads}
-    for key, step in now.steps.items():
-        if key not in steps:
+    yield from (f"module {path!r} was taken out of it" for path in was if path not in now)
+    yield from _of_ties({n: t for n, t in made.tied.items() if not is_cut(n)}, _ties(merged))
+
+
+def _of_graphs(made: Made, recipe: Recipe) -> Iterator[str]:
+    was = {k: s for k, s in made.steps.items() if s.part is None or s.part in recipe.heads}
+    now: dict[str | int | None, Step] = {step.name: step for step in recipe.steps}
+    now |= {step.part: step for step in recipe.results}
+    for key, step in now.items():
+        if key not in was:
             yield f"node {step.name!r} ({step.does.op} {step.does.target}) was put into its graph"
-        elif (what := _of_step(steps[key], step)) is not None:
+        elif (what := _of_step(was[key], step)) is not None:
             yield f"at node {step.name!r} ({step.does.op} {step.does.target}): {what}"
-    yield from (f"node {s.name!r} was erased" for key, s in steps.items() if key not in now.steps)
+    yield from (f"node {s.name!r} was taken out of it" for key, s in was.items() if key not in now)
 
 
 def _of_step(was: Step, now: Step) -> str | None:
@@ -138,7 +158,7 @@ def _of_unit(path: str, was: Unit, now: Unit) -> Iterator[str]:
     for name in {**was.patched, **now.patched}:
         if was.patched.get(name) != now.patched.get(name):
             by = now.patched.get(name, "that of its class")
-            yield f"{name!r} of module {path!r} was replaced, by {by}"
+            yield f"{name!r} of {_called(path)} was replaced, by {by}"
     for name in {**was.tensors, **now.tensors}:
         before, after = was.tensors.get(name), now.tensors.get(name)
         full = f"{path}.{name}".lstrip(".")

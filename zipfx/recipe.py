@@ -141,9 +141,15 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
     if part is not None and node.op in _NAMED:
         target = target.removeprefix(f"{HEADS}.{part}.")
     text = _text((node.args, node.kwargs))
-    if node.op != "call_module":
+    if node.op not in _NAMED:
         return Does(node.op, target, text)
-    leaf = module.get_submodule(str(node.target))
+    try:
+        leaf = attribute(module, str(node.target))
+    except AttributeError as error:
+        raise ZipError(f"node {node.name!r} needs {target!r}, which is not there") from error
+    if node.op == "get_attr":
+        constant = None if isinstance(leaf, Tensor) else {"value": without_addresses(repr(leaf))}
+        return Does(node.op, target, text, settings=constant)
     known = {key: without_addresses(value) for key, value in settings(leaf).items()}
     return Does(node.op, target, text, type(leaf).__name__, known)
 

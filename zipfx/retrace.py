@@ -111,7 +111,7 @@ class _Search:
 def _arguments(model: nn.Module, traced: Traced, device: torch.device) -> tuple[Any, ...]:
     found = drawn(traced.inputs, device)
     if not isinstance(found, tuple):
-        raise ZipError("example inputs are stored as a tuple, and it is none; save it again")
+        raise ZipError("example inputs are stored as a tuple, and these are none; save it again")
     return example_arguments(model.forward, None, found, device)
 
 

@@ -22,7 +22,6 @@ TRACED = "zipfx_traced"
 LARGEST = 2**23
 #: the same on the "meta" device, where nothing is computed, but there are models that loop
 LARGEST_SHAPES = 2**25
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,33 @@ def described(value: Any) -> Any:
         return {"dict": {key: described(v) for key, v in value.items()}}
     if type(value) is float and not math.isfinite(value):
         return {"float": str(value)}
-    if type(value) in _PLAIN:
+    if value is None or type(value) in (bool, int, float, str):
         return value
     return {"other": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def as_described(stored: Any) -> Any:
+    """A description that came from a file, as `described` gives it.
+
+    Raises:
+        ZipError: it is none.
+
+    >>> as_described({"tuple": [math.inf, {"list": []}]})
+    {'tuple': [{'float': 'inf'}, {'list': []}]}
+    """
+    match stored:
+        case {"tuple": list(items)} | {"list": list(items)}:
+            return {kind: [as_described(v) for v in items] for kind in stored}
+        case {"dict": dict(items)}:
+            return {"dict": {key: as_described(v) for key, v in items.items()}}
+        case {"shape": list(shape), "dtype": str(), "largest": int() | None}:
+            if all(type(n) is int for n in shape):
+                return stored
+        case {"other": str()} | {"float": "nan" | "inf" | "-inf"}:
+            return stored
+        case bool() | int() | float() | str() | None:
+            return described(stored)
+    raise ZipError(f"{repr(stored)[:80]} describes no example inputs; save it again")
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -71,7 +94,7 @@ def drawn(description: Any, device: torch.device) -> Any:
     >>> drawn(described([torch.tensor([3, 5]), "mean"]), torch.device("cpu"))
     [tensor([5, 5]), 'mean']
     """
-    return _Drawn(device).value(description)
+    return _Drawn(device).value(as_described(description))
 
 
 class _Drawn:
@@ -82,33 +105,29 @@ class _Drawn:
         self.most = self.left = LARGEST_SHAPES if device.type == "meta" else LARGEST
 
     def value(self, description: Any) -> Any:
-        if isinstance(description, _PLAIN):
-            return description
         match description:
-            case {"shape": list(shape), "dtype": str(dtype), "largest": largest}:
+            case {"shape": shape, "dtype": dtype, "largest": largest}:
                 return self.tensor(shape, dtype, largest)
-            case {"tuple": list(items)}:
+            case {"tuple": items}:
                 return tuple(self.value(v) for v in items)
-            case {"list": list(items)}:
+            case {"list": items}:
                 return [self.value(v) for v in items]
-            case {"dict": dict(items)}:
+            case {"dict": items}:
                 return {key: self.value(v) for key, v in items.items()}
-            case {"float": "nan" | "inf" | "-inf" as number}:
+            case {"float": number}:
                 return float(number)
-            case {"other": str(name)}:
+            case {"other": name}:
                 raise ZipError(
                     f"the example inputs hold a {name}, which is not stored: pass "
                     "example_inputs=..."
                 )
-            case _:
-                shown = repr(description)[:80]
-                raise ZipError(f"example inputs can not be drawn from {shown}")
+        return description
 
-    def tensor(self, shape: list[Any], name: str, largest: Any) -> Tensor:
+    def tensor(self, shape: list[int], name: str, largest: Any) -> Tensor:
         dtype = vars(torch).get(name)  # getattr would import whatever torch has under that name
         if not isinstance(dtype, torch.dtype):
             raise ZipError(f"a tensor of the example inputs has no dtype of torch: {name[:80]!r}")
-        if not all(type(n) is int and 0 <= n < 2**63 for n in shape) or len(shape) > 64:
+        if not all(0 <= n < 2**63 for n in shape) or len(shape) > 64:
             raise ZipError(f"a tensor of shape {str(shape)[:80]} can not be drawn")
         self.left -= math.prod(shape)
         if self.left < 0:

@@ -34,7 +34,6 @@ from zipfx.made import MADE, as_made
 from zipfx.naming import name_of_callable
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
-from zipfx.recipe import recipe_of
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
@@ -265,7 +264,7 @@ def zip(
             *_unrepaired(analysis, merged, repair),
         ),
     )
-    merged.meta[MADE] = as_made(merged, recipe_of(merged, len(models), partial is not None))
+    merged.meta[MADE] = as_made(merged, len(models), partial is not None)
     return merged
 
 
