@@ -1,7 +1,7 @@
 """Container: named tensors and one text as a safetensors file, with a checksum of all that is said.
 
-Written here, piece by piece into an open file, since safetensors writes to names only, with a
-temporary file of its own beside them. Read by safetensors, which checks that the parts fit.
+Written here, piece by piece into an open file: safetensors writes to names only, with a temporary
+file of its own beside them. Read by safetensors, which checks that the parts fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -47,15 +47,25 @@ DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for name, key in _NA
 
 _SUM = re.compile(r'\{"sha256": "([0-9a-f]{64})", ')
 _BLANK = "0" * 64
+_PIECE = 2**24  # bytes that are copied at a time
 
 
-def pieces(text: str, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file.
+def write(file: BinaryIO, text: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file, with a checksum of all of it as the first entry of the text.
 
     Args:
-        text: goes into the metadata.
-        tensors: real, contiguous and on the CPU; their dtypes are among `DTYPES`.
+        file: empty, and open for writing anywhere in it.
+        text: a dict in JSON, with at least one entry; goes into the metadata.
+        tensors: real, contiguous and on the CPU; their dtypes are among `DTYPES`. If another thread
+            writes to them meanwhile, the checksum is of what came into the file.
+
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> write(file, '{"a": 1}', {"x": torch.ones(1)})
+    >>> file.getvalue()[8:32]
+    b'{"__metadata__":{"zipfx"'
     """
+    text = f'{{"sha256": "{_BLANK}", {text[1:]}'
     entries: dict[str, Any] = {"__metadata__": {KEY: text}}
     # the widest first, so that each lies at a multiple of its width; in the order of safetensors
     order = {dtype: -i for i, dtype in enumerate(DTYPES)}
@@ -70,10 +80,17 @@ def pieces(text: str, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
         }
     head = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little")
-    yield head
+    file.write(len(head).to_bytes(8, "little"))
+    file.write(head)
+    sums = {}
     for name in names:
-        yield _bytes_of(tensors[name])
+        found = hashlib.sha256()
+        for data in _bytes_of(tensors[name]):
+            found.update(data)
+            file.write(data)
+        sums[name] = found.hexdigest()
+    file.seek(8 + head.index(_BLANK.encode()))
+    file.write(_checksum(text, tensors, sums).encode())
 
 
 def contents(path: str) -> tuple[str, dict[str, Tensor]]:
@@ -103,44 +120,44 @@ def contents(path: str) -> tuple[str, dict[str, Tensor]]:
         ) from error
 
 
-def signed(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """A JSON dict with a checksum of it, and of the tensors, as its first entry.
-
-    >>> text = signed('{"a": 1}', {"x": torch.ones(1)})
-    >>> text[:20], unsigned(text, {"x": torch.ones(1)})
-    ('{"sha256": "a53130f9', '{"a": 1}')
-    """
-    blank = f'{{"sha256": "{_BLANK}", {text[1:]}'
-    return blank.replace(_BLANK, _checksum(blank, tensors), 1)
-
-
 def unsigned(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """The text that was `signed`.
+    """The text that was given to `write`.
 
     Raises:
-        ZipError: the text or the tensors are not those that were signed.
+        ZipError: the text or the tensors are not those that were written.
     """
     found = _SUM.match(text)
-    if found is None or _checksum(text.replace(found[1], _BLANK, 1), tensors) != found[1]:
-        raise ZipError("it is damaged, or was edited: its checksum is not right; save it again")
-    return "{" + text[found.end() :]
+    if found is not None:
+        blank = text.replace(found[1], _BLANK, 1)
+        sums = {name: _sum(t) for name, t in tensors.items()}
+        if _checksum(blank, tensors, sums) == found[1]:
+            return "{" + text[found.end() :]
+    raise ZipError("it is damaged, or was edited: its checksum is not right; save it again")
 
 
-def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+def _checksum(text: str, tensors: Mapping[str, Tensor], sums: Mapping[str, str]) -> str:
+    """Of a text and of named tensors; sums: of their entries."""
     found = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         t = tensors[name]
-        found.update(json.dumps([name, str(t.dtype), list(t.shape)]).encode())
-        found.update(_bytes_of(t))
+        found.update(json.dumps([name, str(t.dtype), list(t.shape), sums[name]]).encode())
     return found.hexdigest()
 
 
-def _bytes_of(t: Tensor) -> memoryview:
-    """The entries of a contiguous tensor, lowest byte first."""
-    array: Any = t.detach().flatten().view(torch.uint8).numpy()
+def _sum(t: Tensor) -> str:
+    found = hashlib.sha256()
+    for data in _bytes_of(t):
+        found.update(data)
+    return found.hexdigest()
+
+
+def _bytes_of(t: Tensor) -> Iterator[bytes]:
+    """The entries of a contiguous tensor, lowest byte first, piece by piece."""
+    flat: Any = t.detach().flatten().view(torch.uint8).numpy()
     if sys.byteorder == "big":
-        return memoryview(array.view(f"u{t.itemsize}").byteswap().tobytes())
-    return memoryview(array)
+        flat = flat.view(f"u{t.itemsize}").byteswap().view("u1")
+    for start in range(0, len(flat), _PIECE):
+        yield flat[start : start + _PIECE].tobytes()
 
 
 def library() -> Any:

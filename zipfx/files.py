@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
-from zipfx.container import LONGEST, contents, library, pieces, signed, unsigned
+from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
@@ -121,10 +121,9 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
         report=replace(report, seconds={}, bytes={}),  # of one run: equal merges are equal files
     )
     flat = {name: stored(t) for name, t in own.items()}
-    text = _text(header, flat)
+    text = _text(header)
     with replacing(path) as file:
-        for piece in pieces(text, flat):
-            file.write(piece)
+        write(file, text, flat)
 
 
 def _of_a_merge(merged: Any) -> tuple[Report, Traced]:
@@ -143,7 +142,7 @@ def _of_a_merge(merged: Any) -> tuple[Report, Traced]:
     return report, traced
 
 
-def _text(header: Header, tensors: dict[str, Tensor]) -> str:
+def _text(header: Header) -> str:
     """The header as it is in the file; it is read once, to be sure that it can be."""
     try:
         text = written(header)
@@ -151,12 +150,12 @@ def _text(header: Header, tensors: dict[str, Tensor]) -> str:
             raise ValueError("it would not come back as it is")
     except ValueError as error:
         raise ZipError(f"what is known of this merge can not be written: {error}") from error
-    if len(text) > LONGEST:
+    if len(text) + 100 > LONGEST:  # with its checksum
         raise ZipError(
             f"this merge has {len(header.recipe.steps):,} nodes, and its header {len(text):,} "
             f"bytes; load reads {LONGEST:,} at most: keep it with torch.save"
         )
-    return signed(text, tensors)
+    return text
 
 
 def load(
