@@ -167,7 +167,7 @@ def test_spaces_are_found_by_name_and_by_value() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("00", r"^there is no space '00'; the nearest names are \['0'\]$"),
+        ("00", r"^there is no space '00'; the nearest names are \['0', '3'\]$"),
         ("conv", r"^there is no space 'conv'; the nearest names are \['0', '3'\]$"),
         (0, r"looked up by their names, such as \['0', '3'\], and 0 is a int; by position: .space"),
         (-1, "and -1 is a int; by position: .spaces.i."),

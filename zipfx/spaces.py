@@ -180,7 +180,8 @@ class SpaceMap(ByValue):
                 f"spaces are looked up by their names, such as {known[:3]}, and {name!r} is a "
                 f"{type(name).__name__}; by position: .spaces[i]"
             )
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:5]
+        alike = {n: difflib.SequenceMatcher(None, n, name).ratio() for n in known}
+        near = sorted(known, key=lambda n: -alike[n])[:3]
         nearest = f"the nearest names are {near}" if near else "there are none at all"
         raise UnknownNameError(f"there is no space {name!r}; {nearest}")
 
