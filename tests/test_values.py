@@ -192,6 +192,12 @@ def test_permuting_an_unknown_space_is_a_zip_error() -> None:
         spaces().permuted(network(), {"nothing": torch.arange(8)})
 
 
+def test_permuting_another_model_is_a_zip_error() -> None:
+    found = spaces()
+    with pytest.raises(zipfx.ZipError, match=r"no parameter '0.weight': give the one that was ana"):
+        found.permuted(nn.Linear(2, 2), found.random_permutations())
+
+
 # ------------------------------------------------------------------ names of callables
 def by_rank(statistics: zipfx.Statistics, merged: int, *, across_only: bool = False) -> Any:
     ranks = [s.argsort().argsort() for s in statistics.mean.split(statistics.sizes)]

@@ -204,6 +204,10 @@ class SpaceMap(ByValue):
 
         Feature j of a space moves from position permutations[name][j] to position j. The model
         passed in is left unchanged.
+
+        Raises:
+            ZipError: there is no such space, an order is no permutation of its features (or leads
+                out of their blocks), or the model is not like the one that was analysed.
         """
         twin = copy.deepcopy(model)
         tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
@@ -211,6 +215,11 @@ class SpaceMap(ByValue):
         with torch.no_grad():
             moves = axis_moves([self[name] for name in permutations], permutations)
             for name, mine in moves.items():
+                if name not in tensors:
+                    raise ZipError(
+                        f"the model has no parameter {name!r}: give the one that was analysed, or "
+                        "one of its architecture"
+                    )
                 tensors[name].copy_(moved(tensors[name], mine))
         return twin
 
