@@ -530,6 +530,26 @@ def test_models_in_another_order_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_models_that_are_not_patched_alike_are_refused(tmp_path: Path) -> None:
+    def make(patched: bool) -> nn.Module:
+        model = network().eval()
+        if patched:
+            model[2].forward = types.MethodType(double_relu, model[2])
+        return model
+
+    merged = zipped("0", [make(True), make(True)])
+    found = reloaded(merged, [make(True), make(True)], tmp_path)
+    assert same(found(images()), merged(images()))
+    path = tmp_path / "one.safetensors"
+    refuse(
+        path, "layer was ReLU with forward=test_saved.double_relu and is ReLU", [make(False)] * 2
+    )
+
+
+def double_relu(self: nn.Module, x: Tensor) -> Tensor:
+    return x.relu() * 2
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_merges_on_a_gpu_come_back(tmp_path: Path) -> None:
     x = torch.randn(16, 4, device="cuda")

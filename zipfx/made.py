@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
 from zipfx.naming import name_of_callable
-from zipfx.recipe import Recipe, Step, recipe_of
+from zipfx.recipe import Recipe, Step, patched, recipe_of
 from zipfx.rewrite import HEADS, own_tensors
 from zipfx.stored import kind, named, tied
 
@@ -60,15 +60,10 @@ def _units(merged: nn.Module) -> dict[str, Unit]:
 
 def _unit(module: nn.Module) -> Unit:
     cls = type(module)
-    hiding = {
-        name: name_of_callable(getattr(value, "__func__", value))
-        for name, value in vars(module).items()
-        if callable(value) and callable(getattr(cls, name, None))
-    }
     tensors = {name: f"{kind(t)} {tuple(t.shape)}" for name, t in own_tensors(module).items()}
     # a GraphModule has a class of its own
     own = "" if isinstance(module, fx.GraphModule) else f"{cls.__module__}.{cls.__qualname__}"
-    return Unit(own, hiding, tensors)
+    return Unit(own, patched(module), tensors)
 
 
 def _ties(merged: nn.Module) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.correspond import attribute, settings
 from zipfx.errors import ZipError
-from zipfx.naming import without_addresses
+from zipfx.naming import name_of_callable, without_addresses
 from zipfx.rewrite import (
     HEAD_KEY,
     HEADS,
@@ -54,7 +54,8 @@ class Does:
     """What a node does, as text.
 
     target: qualified name of its module or attribute in the model, or name of its function;
-    arguments: with _ for each node; layer: type of its module; settings: of that module.
+    arguments: with _ for each node; layer: type of its module, and what is patched in it; settings:
+    of that module.
     """
 
     op: str
@@ -151,7 +152,19 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
         constant = None if isinstance(leaf, Tensor) else {"value": without_addresses(repr(leaf))}
         return Does(node.op, target, text, settings=constant)
     known = {key: without_addresses(value) for key, value in settings(leaf).items()}
-    return Does(node.op, target, text, type(leaf).__name__, known)
+    layer = [type(leaf).__name__]
+    for path, inner in leaf.named_modules():
+        layer += [f"{path}.{key}".lstrip(".") + f"={by}" for key, by in patched(inner).items()]
+    return Does(node.op, target, text, " with ".join(layer), known)
+
+
+def patched(module: nn.Module) -> dict[str, str]:
+    """What a module has in place of methods of its class, by name, and what that is called."""
+    return {
+        name: name_of_callable(getattr(value, "__func__", value))
+        for name, value in vars(module).items()
+        if callable(value) and callable(getattr(type(module), name, None))
+    }
 
 
 class _Blank:
