@@ -160,6 +160,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"'task_heads.0.7' .*ParametrizedLinear .*remove_parametrizations",
     ),
     "another size": (put("task_heads.0.7", lambda m: nn.Linear(6, 5)), r"was float \(3, 6\) an"),
+    "a layer that was traced": (
+        put("task_heads.0.7", fx.symbolic_trace),
+        r"'task_heads.0.7' was a .*Linear and is a torch.fx.graph_module.GraphModule",
+    ),
+    "a compiled layer": (
+        put("task_heads.0.7", lambda m: torch.compile(m, backend="eager")),
+        r"'task_heads.0.7' was a .*Linear and is a .*OptimizedModule",
+    ),
     "no bias": (put("task_heads.0.7", lambda m: nn.Linear(6, 3, bias=False)), "7.bias' was taken"),
     "a setting": (at("0", lambda m: setattr(m, "stride", (2, 2))), "'_0' .*: stride was .1, 1."),
     "a setting of a norm": (at("1", lambda m: setattr(m, "eps", 0.1)), "eps was 1e-05 and is 0.1"),

@@ -59,11 +59,11 @@ def _units(merged: nn.Module) -> dict[str, Unit]:
 
 
 def _unit(module: nn.Module) -> Unit:
-    cls = type(module)
+    cls: type[nn.Module] = type(module)
     tensors = {name: f"{kind(t)} {tuple(t.shape)}" for name, t in own_tensors(module).items()}
-    # a GraphModule has a class of its own
-    own = "" if isinstance(module, fx.GraphModule) else f"{cls.__module__}.{cls.__qualname__}"
-    return Unit(own, patched(module), tensors)
+    if isinstance(module, fx.GraphModule):  # each has a class of its own
+        cls = fx.GraphModule
+    return Unit(f"{cls.__module__}.{cls.__qualname__}", patched(module), tensors)
 
 
 def _ties(merged: nn.Module) -> dict[str, str]:
