@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -585,26 +586,56 @@ for _ in range(20):
 def test_of_two_processes_that_save_one_wins_and_the_file_is_whole(tmp_path: Path) -> None:
     path, here = tmp_path / "merged", str(Path(__file__).parent)
     pipe = subprocess.PIPE
-    savers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(path), cut, here], stdin=pipe, stdout=pipe, text=True
-        )
-        for cut in ("0", "2")
-    ]
-    assert [s.stdout.readline() for s in savers if s.stdout] == ["ready\n"] * 2
-    for saver in savers:
-        assert saver.stdin is not None
-        saver.stdin.write("go\n")
-        saver.stdin.flush()
     seen = set()
-    while any(saver.poll() is None for saver in savers):
-        if path.exists():
-            seen.add(zipfx.load(path, models()).meta["zipfx"].partial)
-    assert [saver.wait() for saver in savers] == [0, 0]
-    for saver in savers:
-        saver.communicate()
+    with contextlib.ExitStack() as stack:
+        savers = []
+        for cut in ("0", "2"):
+            command = [sys.executable, "-c", SAVER, str(path), cut, here]
+            saver = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            savers.append(stack.enter_context(saver))
+            stack.callback(saver.kill)
+        assert [s.stdout.readline() for s in savers if s.stdout] == ["ready\n"] * 2
+        for saver in savers:
+            assert saver.stdin is not None
+            saver.stdin.write("go\n")
+            saver.stdin.flush()
+        while any(saver.poll() is None for saver in savers):
+            if path.exists():
+                seen.add(zipfx.load(path, models()).meta["zipfx"].partial)
+        assert [saver.wait() for saver in savers] == [0, 0]
     assert seen <= {"0", "2"}
     assert os.listdir(tmp_path) == ["merged"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens a file twice, and would mix two files of one size."""
+    one, two = zipped(), zipped()
+    with torch.no_grad():
+        two.get_submodule("0").weight.zero_()
+    for merged, name in ((one, "one"), (two, "two"), (one, "merged")):
+        zipfx.save(merged, tmp_path / name)
+    opened, safe_open = [], safetensors.safe_open
+
+    def replaced(path: str, framework: str) -> Any:
+        found = safe_open(path, framework)
+        opened.append(path)
+        if len(opened) < 3:  # another process saves just now
+            (tmp_path / "next").write_bytes((tmp_path / "two").read_bytes())
+            os.replace(tmp_path / "next", tmp_path / "merged")
+        return found
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    assert equal(zipfx.load(tmp_path / "merged", models()), two)
+    assert len(opened) == 3
+
+    def always(path: str, framework: str) -> Any:
+        opened.clear()
+        return replaced(path, framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", always)
+    refuse(tmp_path / "merged", "it was replaced all the time while it was read")
 
 
 # ------------------------------------------------------------------ the header

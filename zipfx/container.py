@@ -48,6 +48,7 @@ DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for name, key in _NA
 _SUM = re.compile(r'\{"sha256": "([0-9a-f]{64})", ')
 _BLANK = "0" * 64
 _PIECE = 2**24  # bytes that are copied at a time
+_TRIES = 100  # to read a file that others write
 
 
 def write(file: BinaryIO, text: str, tensors: Mapping[str, Tensor]) -> None:
@@ -100,8 +101,28 @@ def contents(path: str) -> tuple[str, dict[str, Tensor]]:
         ZipError: it is no regular file, no safetensors file, or none with such a text.
         OSError: it can not be opened.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for who writes to it
+    for _ in range(_TRIES):
+        before = _mark(path)
+        try:
+            found = _contents(path)
+        except ZipError:
+            if _mark(path) == before:
+                raise
+            continue
+        if _mark(path) == before:
+            return found
+    raise ZipError("it was replaced all the time while it was read: load it again")
+
+
+def _mark(path: str) -> tuple[int, ...]:
+    """What tells a file from another one that took its place: safetensors opens it twice."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for who writes to it
         raise ZipError("it is no regular file")
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _contents(path: str) -> tuple[str, dict[str, Tensor]]:
     safetensors = library()
     try:
         with safetensors.safe_open(path, "pt") as file:
