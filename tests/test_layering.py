@@ -11,7 +11,7 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors checks modes plain table statistics moments ridge matrices
+    errors checks modes values naming plain disk container table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched memory tensors hidden copies calls tracers
@@ -19,9 +19,9 @@ ORDER = """
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
     rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay
-    correspond observe fuse pairing weigh heads rewrite recipe numbering alike
+    correspond observe fuse pairing weigh heads rewrite stored recipe made numbering alike
     assemble opaque unfold targets
-    refit repair report zip files
+    refit repair report zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

@@ -26,6 +26,7 @@ from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step
 from zipfx.unfold import title
 from zipfx.untouched import State
+from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is
 _CHUNK = 2**24  # entries of patches at a time
@@ -69,8 +70,8 @@ class Refit:
         real("memory", self.memory, 0)
 
 
-@dataclass(frozen=True)
-class Refitted:
+@dataclass(frozen=True, eq=False)
+class Refitted(ByValue):
     """One layer: mean square error on held-out data before and after, relative to the variance of
     the targets; the ridge that was chosen; how many outputs changed, of all, and for how many there
     was not enough data (two samples)."""

@@ -26,7 +26,7 @@ HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
 SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
 #: functions that a merge puts between trunk and head, and behind its inputs
-INSERTED = (clone_tensors, torch.index_select, select, mix, *EXPECTATIONS)
+INSERTED = (clone_tensors, torch.clone, torch.index_select, select, mix, *EXPECTATIONS)
 
 Part = int | None  # of a merge: a head, by its number, or the trunk
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
@@ -63,6 +63,8 @@ def _restored(
 
 def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
     """A GraphModule that owns exactly the tree of `root`."""
+    for node in graph.nodes:  # annotations that were not evaluated mean nothing in other code
+        node.type = None if isinstance(node.type, str) else node.type
     module = MergedModule(root, graph, name)
     for kind in _TREE:
         module.__dict__[kind] = root.__dict__[kind]
@@ -163,13 +165,22 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in entries if isinstance(t, Tensor)}
 
 
+class Sequential(nn.Sequential):
+    """A container whose forward is none of torch.jit.script's business.
+
+    The graph runs what is in it. What is in it need not run by itself: a container of a class that
+    was traced has no forward, and behind a cut some of its modules are elsewhere.
+    """
+
+    @torch.jit.unused
+    def forward(self, input: Any) -> Any:
+        """As in `nn.Sequential`."""
+        return super().forward(input)  # type: ignore[no-untyped-call]
+
+
 def _container(source: nn.Module) -> nn.Module:
-    for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-        if isinstance(source, kind):
-            made: nn.Module = kind()
-            break
-    else:
-        made = nn.Module()
+    kinds = {nn.Sequential: Sequential, nn.ModuleList: nn.ModuleList, nn.ModuleDict: nn.ModuleDict}
+    made = next((make() for kind, make in kinds.items() if isinstance(source, kind)), nn.Module())
     made.training = source.training
     return made
 
@@ -288,7 +299,8 @@ def copy_head(
         if j in own or j in made:
             return made[j]
         if j in plan.cloned:
-            made[j] = add("call_function", clone_tensors, (trunk[j],), f"copy{k}_{nodes[j].name}")
+            how = torch.clone if plan.cloned[j] else clone_tensors
+            made[j] = add("call_function", how, (trunk[j],), f"copy{k}_{nodes[j].name}")
             return made[j]
         return trunk[j]
 

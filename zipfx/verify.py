@@ -218,7 +218,7 @@ def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[s
             if place.node == node and place.inner is None:
                 source = torch.arange(math.prod(value.shape[d] for d in place.dims))
                 source[place.index.flatten()] = place.index[orders[space.name]].flatten()
-                value = select(value, place.dims, source.to(value.device))
+                value = select(value, list(place.dims), source.to(value.device))
     return value
 
 

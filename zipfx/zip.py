@@ -33,7 +33,9 @@ from zipfx.correspond import (
     unpacked,
 )
 from zipfx.errors import ZipError, first_line
+from zipfx.made import MADE, as_made
 from zipfx.modes import own_modes
+from zipfx.naming import name_of_callable
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
 from zipfx.refit import Refit, Refitted, refit
@@ -255,7 +257,7 @@ def zip(
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
-        matcher=str(merging),
+        matcher=name_of_callable(merging),
         repair=repair,
         spaces=tuple(SpaceReport.of(s, *matched[s.name], observes) for s in analysis.spaces),
         layers=count_layers(analysis),
@@ -290,6 +292,7 @@ def zip(
             *_unrepaired(analysis, merged, repair),
         ),
     )
+    merged.meta[MADE] = as_made(merged, len(models), partial is not None)
     return merged
 
 
