@@ -11,12 +11,12 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors plain table statistics moments ridge matrices
+    errors precision plain table statistics moments ridge matrices
     match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched tracers example trace standins layers
     rules.call rules.pointwise rules.movement rules.together rules.contraction rules.spatial
-    rules.recurrent rules.register rules
+    rules.spectral rules.recurrent rules.register rules
     interpret nesting occurrences group places mapping verify analyze calibrate replay
     correspond observe fuse pairing weigh heads rewrite recipe assemble opaque unfold targets
     refit repair report zip files

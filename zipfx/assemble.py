@@ -16,6 +16,7 @@ from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
+from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
 from zipfx.trace import named_tensors
@@ -113,7 +114,7 @@ class Assembly:
 
         def value(path: str, t: Tensor) -> Tensor:
             tensors = corresponding.get(id(t), [t])
-            if not t.is_floating_point() or len(tensors) == 1:
+            if not inexact(t) or len(tensors) == 1:
                 return t.detach().clone()
             name = named.get(id(t), path)
             if name in analysis.spaces.variances:

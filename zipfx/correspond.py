@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.precision import inexact
 from zipfx.spaces import Space
 from zipfx.trace import clone_tensors, leaves, named_tensors
 
@@ -85,7 +86,7 @@ def _check_devices(models: Sequence[nn.Module]) -> None:
     for model in models:
         tensors = [*model.parameters(), *model.buffers()]
         devices = sorted({str(t.device) for t in tensors})
-        dtypes = sorted({str(t.dtype) for t in tensors if t.is_floating_point()})
+        dtypes = sorted({str(t.dtype) for t in tensors if inexact(t)})
         kinds.append((devices, dtypes))
     for k, kind in enumerate(kinds):
         for what, ours, theirs in zip(("devices", "dtypes"), kinds[0], kind, strict=True):
@@ -225,8 +226,8 @@ def check_integers(modules: Sequence[fx.GraphModule], last: int) -> None:
         for node, other in zip(nodes[0], nodes[k], strict=True):
             ours, theirs = tensors_at(modules[0], node), tensors_at(modules[k], other)
             for s, t in zip(ours, theirs, strict=True):
-                counts = s.ndim == 0 and not s.is_floating_point()  # num_batches_tracked
-                if not s.is_floating_point() and not counts and not torch.equal(s, t):
+                counts = s.ndim == 0  # num_batches_tracked
+                if not inexact(s) and not counts and not torch.equal(s, t):
                     raise ZipError(
                         f"an integer buffer of {describe(node)} differs between models 0 and {k}: "
                         "it can not be averaged; zip a part before it with partial=..."

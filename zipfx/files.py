@@ -303,7 +303,8 @@ def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _restored(name: str, t: Tensor, header: Header) -> Tensor:
     """A tensor as it was before it was stored."""
     try:
-        t = torch.view_as_complex(t) if name in header.complex else t
+        # in a file, complex numbers need not lie where the processor wants them
+        t = torch.view_as_complex(t.clone()) if name in header.complex else t
         strides = header.strides.get(name, t.stride())
         like = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
         if torch.empty_like(like).stride() != strides:

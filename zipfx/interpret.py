@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
 from zipfx.ledger import Ledger
+from zipfx.precision import as_real, inexact
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,
@@ -30,6 +31,7 @@ from zipfx.rules import (
     join,
     movement,
     opaque,
+    paired,
     pointwise,
     taught,
 )
@@ -129,10 +131,13 @@ class _Mode(TorchDispatchMode):
 
     def of(self, t: Tensor) -> Labels:
         labels = self.shadows.get(t)
+        if labels is None and t.is_complex() and (pairs := self.shadows.get(as_real(t))):
+            labels = paired(self.ledger, pairs)
+            self.shadows.tell(t, labels)
         if labels is None:
             base = self.shadows.base(t)
             if base is not None:
-                self.ledger.pin(base.features, "seen through another dtype (a complex number)")
+                self.ledger.pin(base.features, "seen through another dtype")
             shape = tuple(t.shape)
             if t.numel() > 1:
                 self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")
@@ -314,7 +319,7 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
             if not mode.shadows.knows(t):
-                learned = t.is_floating_point() and name not in module.meta.get(CONSTANTS, ())
+                learned = inexact(t) and name not in module.meta.get(CONSTANTS, ())
                 labels = ledger.parameter(name, t) if learned else by_value(t)
                 mode.shadows.put(t, labels, -1 - i)
         interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))

@@ -28,6 +28,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zipfx.precision import as_real
+
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
@@ -180,13 +182,15 @@ def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:
 def by_value(t: Tensor) -> Labels:
     """Labels of a constant: a fixed slot, equal where values are equal; none where uniform."""
     shape = tuple(t.shape)
-    if t.is_complex() or t.is_quantized:
+    if t.is_quantized:
         return Labels(shape, (), positions(shape), Kind.CONSTANT)
     if t.numel() <= 1:
         return Labels(shape, kind=Kind.CONSTANT)
     values = narrow(t.detach().cpu())
     if values.numel() == 1:
         return Labels(shape, kind=Kind.CONSTANT)
-    bits = values.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
-    slot = as_fixed(mix(bits.numpy().view(np.int64)))
-    return Labels(shape, fixed=(slot.where(values != 0, 0),), kind=Kind.CONSTANT)
+    told = np.zeros(values.shape, np.uint64)
+    for part in as_real(values).unbind(-1) if values.is_complex() else (values,):
+        bits = part.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
+        told = mix(told.view(np.int64) ^ bits.numpy().view(np.int64))
+    return Labels(shape, fixed=(as_fixed(told).where(values != 0, 0),), kind=Kind.CONSTANT)

@@ -19,6 +19,7 @@ from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
 from zipfx.moments import Moments
+from zipfx.precision import inexact
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
@@ -46,7 +47,8 @@ class Observer(nn.Module):
         self.whole = index.numel() if plain else -1
 
     def _samples(self, x: Tensor) -> Tensor:
-        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences."""
+        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences; of complex
+        numbers the real and the imaginary parts."""
         if self.blurred:
             x = x.mean(self.blurred, keepdim=True)
         x = x.movedim(self.dims, tuple(range(-len(self.dims), 0))).flatten(-len(self.dims))
@@ -54,13 +56,15 @@ class Observer(nn.Module):
             x = x.index_select(-1, self.index.to(x.device))
         x = x.reshape(-1, self.size, self.occurrences)
         x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
+        if x.is_complex():
+            x = torch.cat([x.real, x.imag])
         return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
     def forward(self, *features: Any) -> None:
         """Read the K models' activations at this place (of a place inside a node: what a `Tap`
         has heard in each model)."""
         several = [[f] if self.inner is None else f[self.inner] for f in features]
-        if several[0][0].is_floating_point():
+        if inexact(several[0][0]):
             self.resolution = torch.finfo(several[0][0].dtype).eps
         x = torch.cat([torch.cat([self._samples(t) for t in f]) for f in several], 1)
         self.moments.add(x)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.func import functional_call
 
+from zipfx.precision import inexact, widened
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
 from zipfx.trace import alias, clone_tensors, leaves, map_tensors, named_tensors
 
@@ -31,7 +32,7 @@ class _Runner(fx.Interpreter):
         self.state, self.moves = state, moves
         self.written: dict[str, Tensor] = {}
         self.kept: dict[str, Any] = {}
-        self.lowest = torch.float64
+        self.eps = torch.finfo(torch.float64).eps
 
     def own(self, t: Tensor) -> Tensor:
         """A parameter or buffer of the module as this run sees it."""
@@ -57,8 +58,8 @@ class _Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         for t in leaves(value):
-            if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
-                self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
+            if isinstance(t, Tensor) and inexact(t):
+                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
         if n.name == self.state.last:
             seen = {m.name: v for m, v in (*self.env.items(), (n, value))}
             self.kept = clone_tensors({name: seen[name] for name in self.state.keep})
@@ -84,8 +85,9 @@ class _State:
         self.uneven: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         for name, t in named.items():
-            if t.is_floating_point() and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
-                noise = torch.rand(t.shape, generator=generator, dtype=torch.float64)
+            if inexact(t) and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
+                kind = torch.complex128 if t.is_complex() else torch.float64
+                noise = torch.rand(t.shape, generator=generator, dtype=kind)
                 self.uneven[name] = noise.to(t.device) + 0.5
 
     def run(
@@ -95,11 +97,12 @@ class _State:
         runner = _Runner(self, moves or {})
         with torch.no_grad():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
-        return runner.kept, torch.finfo(runner.lowest).eps
+        return runner.kept, runner.eps
 
 
 def _fresh(t: Tensor) -> Tensor:
-    return t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone()
+    wide = widened(t)
+    return t.clone() if wide is t else wide
 
 
 def failing_spaces(
@@ -163,14 +166,14 @@ def failing_spaces(
 
 def _shaken(t: Tensor, eps: float) -> Tensor:
     """An input with every entry off by one rounding."""
-    return t.double() * (1 + eps) if t.is_floating_point() else t
+    return widened(t) * (1 + eps) if inexact(t) else t
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of two outputs, relative to each tensor's largest entry."""
     worst = 0.0
     for x, y in zip(leaves(a), leaves(b), strict=True):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+        if isinstance(x, Tensor) and inexact(x) and x.numel():
             gap = (x - y).abs().nan_to_num(0, 0, 0).max()
             size = x.abs().nan_to_num(0, 0, 0).max()
             worst = max(worst, float(gap / size) if size > 0 else 0.0)
@@ -201,7 +204,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
             continue
         if x.shape != y.shape:
             return False
-        if not x.is_floating_point():
+        if not inexact(x):
             if not torch.equal(x, y):
                 return False
             continue

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels
-from zipfx.rules import contraction, recurrent, spatial, together
+from zipfx.rules import contraction, recurrent, spatial, spectral, together
 from zipfx.rules.call import RULES, Call, rule
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 from zipfx.rules.register import TAUGHT, register_rule, taught
+from zipfx.rules.spectral import paired
 
 __all__ = [
     "ALSO_POINTWISE",
@@ -28,11 +29,13 @@ __all__ = [
     "join",
     "movement",
     "opaque",
+    "paired",
     "pointwise",
     "recurrent",
     "register_rule",
     "rule",
     "spatial",
+    "spectral",
     "taught",
     "together",
 ]

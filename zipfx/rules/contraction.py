@@ -51,6 +51,7 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
     if w.kind != Kind.WEIGHT or x.kind != Kind.DATA:
         return w
     stack = [s for s in w.features if support(s) <= shared]
+    stack.sort(key=lambda s: not support(s))  # heads come before the one layer that w[0] is
     read = [s for s in w.features if k in support(s)]
     made = [s for s in w.features if k not in support(s) and not support(s) <= shared]
     found = list(stack)

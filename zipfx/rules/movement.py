@@ -102,7 +102,7 @@ def _tell_operands_apart(
         if told and call.op is not aten.stack.default:
             continue
         if lab.kind == Kind.CONSTANT and t.numel() and not lab.fixed:
-            value = float(t.reshape(-1)[0])
+            value = t.reshape(-1)[0].item()
             name = as_fixed(mix([hash(value)])) if value else torch.zeros(1, dtype=torch.int64)
         else:
             name = as_fixed(mix([i + 1]))
@@ -124,7 +124,7 @@ def _run_on(call: Call, family: dict[int, Tensor], feature: bool) -> Tensor:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout")}
     if call.op is aten.constant_pad_nd.default:  # the padding is one coordinate, none if zero
         value = call.arg("value")
-        args = (*args[:2], int(as_fixed(mix([hash(float(value))]))) if value and not feature else 0)
+        args = (*args[:2], int(as_fixed(mix([hash(value)]))) if value and not feature else 0)
     try:
         moved: Tensor = call.op(*args, **kwargs)
     except RuntimeError:  # not there for integers

@@ -27,6 +27,8 @@ ALSO_POINTWISE = {
         ("nan_to_num", "default"),
         ("log_sigmoid_forward", "default"),
         ("rrelu_with_noise", "default"),
+        ("complex", "default"),
+        ("polar", "default"),
     )
 }
 
@@ -61,13 +63,14 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
     ]
     result = []
     for o in operands:
-        slots = sorted(o.features, key=lambda s: int(s.max()))
+        slots = sorted((s for s in o.features if support(s)), key=lambda s: int(s.max()))
         both = {d + ndim - len(o.shape) for s in slots for d in support(s)}
         if o.kind == Kind.WEIGHT and len(slots) == 2 and any(both <= m for m in met):
             own = ledger.parted(slots[1], slots[0])
             if own is not None:
                 kept = ledger.relate(own, slots[0], weights_only=True)
-                o = replace(o, features=kept)
+                single = (s for s in o.features if not support(s))
+                o = replace(o, features=(*single, *kept))
         result.append(o)
     return result
 

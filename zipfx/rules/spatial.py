@@ -191,12 +191,14 @@ def _split(lab: Labels, groups: int) -> Labels:
     return Labels((groups, lab.shape[0] // groups, *lab.shape[1:]), features, fixed, lab.kind)
 
 
-def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
+_SLIDES = "an operation slides along a feature axis: blocks keep their inner order"
+
+
+def slide(ledger: Ledger, x: Labels, spatial: set[int], reason: str = _SLIDES) -> Labels:
     """An operation that sees neighbours along `spatial`: features along it move as wholes.
 
     Where they are only missing at some positions (zero padding) they do not lie along it.
     """
-    reason = "an operation slides along a feature axis: blocks keep their inner order"
     slots = []
     for s in x.features:
         if support(s) & spatial:
