@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
+from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
 from zipfx.precision import as_real, inexact
 from zipfx.rules import (
@@ -266,7 +266,7 @@ class _Interpreter(fx.Interpreter):
 
     def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
-        labels = tuple(replace(self.mode.of(t), fixed=()) for t in tensors)
+        labels = tuple(replace(trimmed(self.mode.of(t)), fixed=()) for t in tensors)
         owners = (self.mode.shadows.owner(t) for t in tensors)
         return NodeFacts(
             labels,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,31 @@ def beyond(fixed: Iterable[Tensor], dims: Collection[int]) -> tuple[Tensor, ...]
     """What fixed slots still tell when everything along `dims` is taken together."""
     rest = ((slot, support(slot) - set(dims)) for slot in fixed)
     return tuple(project(slot, keep) for slot, keep in rest if keep)
+
+
+def trimmed(lab: Labels) -> Labels:
+    """The same labels, without dimensions along which features are only missing here and there.
+
+    Zero padding, of images or of short sentences, is alike for all features of a slot, and nothing
+    else lies there: it may be taken for any of them, so that no index needs its size.
+    """
+    features = []
+    for slot in lab.features:
+        along = {d for d in support(slot) if is_padded(slot, d)} if bool((slot == 0).any()) else ()
+        found = slot.amax(sorted(along), keepdim=True) if along else slot
+        kept = support(found)
+        there = (slot > 0).amax(sorted(kept), keepdim=True) if kept else slot > 0
+        others = (s for s in (*lab.features, *lab.fixed) if s is not slot and support(s) & kept)
+        alone = not any(bool((s.expand(lab.shape) != 0)[~there.expand(lab.shape)].any())
+                        for s in others)  # fmt: skip
+        same = torch.equal(torch.where(there, found, 0), slot)
+        features.append(narrow(found) if along and same and alone else slot)
+    return replace(lab, features=tuple(features))
+
+
+def is_padded(slot: Tensor, dim: int) -> bool:
+    """Whether a slot varies along a dimension only in where features are missing."""
+    return not bool(((slot != slot.amax(dim, keepdim=True)) & (slot != 0)).any())
 
 
 def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.labels import Labels, place, support
+from zipfx.labels import Labels, beyond, is_padded, narrow, place, project, support
 from zipfx.ledger import Ledger
 
 aten: Any = torch.ops.aten
@@ -73,3 +73,36 @@ def first(result: Any) -> Tensor:
 def carried(slots: Sequence[Tensor], dims: dict[int, int], ndim: int) -> list[Tensor]:
     """The slots that live only on `dims` (old -> new), at their place in the result."""
     return [place(s, dims, ndim) for s in slots if support(s) <= set(dims) and support(s)]
+
+
+def whole(
+    ledger: Ledger, slot: Tensor, dims: Collection[int], *, alike: bool = False
+) -> Tensor | None:
+    """A slot that varies along `dims` only in where features are missing (zero padding), without
+    these dimensions; None if it is another.
+
+    Features that are missing elsewhere than others are told apart; alike: none may be.
+    """
+    along = sorted(support(slot) & set(dims))
+    if not along:
+        return slot
+    found = slot.amax(along, keepdim=True)
+    if bool(((slot != found) & (slot != 0)).any()):
+        return None
+    apart = {d for d in support(found) if not is_padded(found, d)}
+    missing = project(torch.where(slot == 0, -1, -2), apart)
+    if bool((missing != missing.reshape(-1)[0]).any()):
+        if alike:
+            return None
+        label = found.amax([d for d in range(found.ndim) if d not in apart], keepdim=True)
+        ledger.colour(label, missing.expand(label.shape))
+    return narrow(found)
+
+
+def pinned_along(ledger: Ledger, x: Labels, dims: Collection[int], reason: str) -> Labels:
+    """Labels of what an operation does along `dims` as only data knows, or in an order of its own:
+    features that lie there are pinned, what lies elsewhere is as before."""
+    slots = [(s, whole(ledger, s, dims)) for s in x.features]
+    ledger.pin([s for s, rest in slots if rest is None], reason)
+    features = tuple(rest for _, rest in slots if rest is not None)
+    return replace(x, features=features, fixed=beyond(x.fixed, dims))

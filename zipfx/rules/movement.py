@@ -25,7 +25,7 @@ from zipfx.labels import (
     positions,
     support,
 )
-from zipfx.rules.call import Call, aten, carried, first, rule
+from zipfx.rules.call import Call, aten, carried, first, pinned_along, rule
 from zipfx.rules.pointwise import join
 
 
@@ -158,9 +158,7 @@ def _by_data(call: Call) -> Labels:
         elif any(n != m for d, (n, m) in enumerate(zip(lab.shape, shape)) if d != dim):
             call.ledger.pin(lab.features, f"{call.op} reads a part of it, chosen by data")
             lab = replace(lab, features=(), fixed=())
-        call.ledger.pin([s for s in lab.features if dim in support(s)], "chosen by data")
-        others = tuple(s for s in lab.features if dim not in support(s))
-        operands.append(replace(lab, features=others, fixed=beyond(lab.fixed, {dim})))
+        operands.append(pinned_along(call.ledger, lab, {dim}, "chosen by data"))
     y = join(call.ledger, operands, shape)
     return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
 
@@ -182,36 +180,35 @@ def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:
     out = [d for d in range(len(others) + rows) if not at <= d < at + rows]
     for t in tree_leaves(given):
         call.ledger.pin(call.of(t).features if isinstance(t, Tensor) else (), "chooses elements")
-    x = call.labels("self").features
-    call.ledger.pin([s for s in x if support(s) & set(dims)], "chosen by data")
     return dims, dict(zip(others, out)), range(at, at + rows)
 
 
 @rule("index.Tensor")
 def _by_list(call: Call) -> Labels:
     """What lies on other axes stays as it is."""
-    x, shape = call.labels("self"), tuple(call.result.shape)
+    shape = tuple(call.result.shape)
     dims, keep, rows = _listed(call)
+    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
     made = carried(x.features, keep, len(shape))
     if x.kind == Kind.WEIGHT:  # as an embedding
         call.ledger.make(made)
-    fixed = [place(s, keep, len(shape)) for s in beyond(x.fixed, dims)]
+    fixed = [place(s, keep, len(shape)) for s in x.fixed]
     return Labels(shape, tuple(made), (*fixed, *positions(shape, rows)), Kind.DATA)
 
 
 @rule("index_put", "index_put_")
 def _put_by_list(call: Call) -> Labels:
     """The new values meet what lies on other axes."""
-    x, values = call.labels("self"), call.labels("values")
+    values = call.labels("values")
     dims, keep, rows = _listed(call)
+    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
     ndim, before = len(x.shape), len(keep) + len(rows) - len(values.shape)
     back = {to - before: d for d, to in keep.items() if to >= before}
     call.ledger.pin([s for s in values.features if not support(s) <= set(back)], "put by data")
     gone = set(range(len(values.shape))) - set(back)
     fixed = tuple(place(s, back, ndim) for s in beyond(values.fixed, gone))
     kept = Labels(x.shape, tuple(carried(values.features, back, ndim)), fixed, values.kind)
-    own = tuple(s for s in x.features if not support(s) & set(dims))
-    y = join(call.ledger, [replace(x, features=own, fixed=beyond(x.fixed, dims)), kept], x.shape)
+    y = join(call.ledger, [x, kept], x.shape)
     return replace(y, fixed=(*y.fixed, *positions(x.shape, dims)))
 
 

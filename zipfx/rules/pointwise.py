@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zipfx.labels import Kind, Labels, as_fixed, beyond, broadcast, mix, place, project, support
 from zipfx.ledger import Ledger, coordinates
-from zipfx.rules.call import Call, aten, first, rule
+from zipfx.rules.call import Call, aten, first, rule, whole
 
 #: pointwise, but without the tag
 ALSO_POINTWISE = {
@@ -87,12 +87,13 @@ def reduce(
     or some pairs of two, may count more often than others.
     """
     along = set(dims)
-    whole = [slot for slot in slots if support(slot) and support(slot) <= along]
-    for slot in whole:
-        ledger.counted(slot)
-    for one, other in itertools.combinations(whole, 2):
-        if support(one) & support(other):
-            ledger.relate(one, other, fixed)
+    was, slots = slots, [_unpadded(ledger, slot, along) for slot in slots]
+    every = [i for i, slot in enumerate(slots) if support(slot) and support(slot) <= along]
+    for i in every:
+        ledger.counted(slots[i])
+    for i, j in itertools.combinations(every, 2):
+        if support(slots[i]) & support(slots[j]) and _both(was[i], was[j]):
+            ledger.relate(slots[i], slots[j], fixed)
     parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
     pairs = [
         (slot, other)
@@ -107,11 +108,28 @@ def reduce(
     if crossed:
         ledger.pin(crossed.values(), "features are summed in pairs: they keep their order")
     apart = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
+    left = [slot for slot in slots if not support(slot) & along]
+    padded = [slot for slot in left if all(slot is not old for old in was)]
     blocks = [ledger.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
-    kept = [(slot, Kind.DATA) for slot in slots if not support(slot) & along]
-    for block in blocks:
-        kept = meet(ledger, kept, [block], Kind.DATA)
+    kept = [(slot, Kind.DATA) for slot in left if all(slot is not new for new in padded)]
+    for slot in (*padded, *blocks):
+        kept = meet(ledger, kept, [slot], Kind.DATA)
     return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *apart)
+
+
+def _both(one: Tensor, other: Tensor) -> bool:
+    """Whether two slots are anywhere both present."""
+    u, v = broadcast(one, other)
+    return bool(((u > 0) & (v > 0)).any())
+
+
+def _unpadded(ledger: Ledger, slot: Tensor, along: set[int]) -> Tensor:
+    """Without padding that all features have alike, which takes part in the same way for all; and
+    without rows in which nothing is (the steps that a short sentence does not have)."""
+    for dims in (along, support(slot) - along):
+        rest = whole(ledger, slot, dims, alike=dims is along) if support(slot) & along else None
+        slot = slot if rest is None else rest
+    return slot
 
 
 def told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:

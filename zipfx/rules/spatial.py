@@ -23,7 +23,7 @@ from zipfx.labels import (
     vector,
 )
 from zipfx.ledger import Ledger
-from zipfx.rules.call import Call, carried, first, rule
+from zipfx.rules.call import Call, carried, first, rule, whole
 from zipfx.rules.contraction import add_bias, contract, note_reading, produce, without
 from zipfx.rules.pointwise import join
 
@@ -201,14 +201,8 @@ def slide(ledger: Ledger, x: Labels, spatial: set[int], reason: str = _SLIDES) -
     """
     slots = []
     for s in x.features:
-        if support(s) & spatial:
-            whole = s.amax(sorted(support(s) & spatial), keepdim=True)
-            s = (
-                whole
-                if bool(((s == whole) | (s == 0)).all())
-                else ledger.collapse(s, spatial, reason)
-            )
-        slots.append(s)
+        rest = whole(ledger, s, spatial)
+        slots.append(ledger.collapse(s, spatial, reason) if rest is None else rest)
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
