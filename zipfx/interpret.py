@@ -33,6 +33,7 @@ from zipfx.rules import (
     opaque,
     paired,
     pointwise,
+    rule_of,
     taught,
 )
 from zipfx.shadow import Shadows
@@ -215,8 +216,9 @@ class _Mode(TorchDispatchMode):
             return [movement(call)]
         for i, t in enumerate(operands):
             self.ledger.event(self.of(t).features, i)
-        if op in RULES:
-            found = RULES[op](call)
+        own = rule_of(op)
+        if own is not None:
+            found = own(call)
             return found if isinstance(found, tuple) else (found,)
         if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
             return [pointwise(call)] * len(targets)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels
-from zipfx.rules import contraction, recurrent, spatial, spectral, together
-from zipfx.rules.call import RULES, Call, rule
+from zipfx.rules import contraction, recurrent, spatial, spectral, together, vision
+from zipfx.rules.call import RULES, Call, rule, rule_of
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 from zipfx.rules.register import TAUGHT, register_rule, taught
@@ -34,10 +34,12 @@ __all__ = [
     "recurrent",
     "register_rule",
     "rule",
+    "rule_of",
     "spatial",
     "spectral",
     "taught",
     "together",
+    "vision",
 ]
 
 

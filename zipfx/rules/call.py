@@ -50,13 +50,19 @@ class Call:
 
 Rule = Callable[[Call], "Labels | tuple[Labels, ...]"]
 RULES: dict[Any, Rule] = {}
+#: by name, of libraries that are not imported here, and may be loaded later
+ELSEWHERE: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for aten overloads by name (names this torch does not have are skipped)."""
+    """Register a rule for aten overloads by name (names this torch does not have are skipped), or
+    for operations of another library, named as in `torchvision::roi_align`."""
 
     def register(function: Rule) -> Rule:
         for name in names:
+            if "::" in name:
+                ELSEWHERE[name] = function
+                continue
             packet, _, overload = name.partition(".")
             op = getattr(getattr(aten, packet, None), overload or "default", None)
             if op is not None:
@@ -64,6 +70,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def rule_of(op: Any) -> Rule | None:
+    """The rule of an operation, if it has one."""
+    return RULES.get(op) or ELSEWHERE.get(op.name())
 
 
 def first(result: Any) -> Tensor:

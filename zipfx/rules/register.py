@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
 from zipfx.labels import Kind, Labels, positions
-from zipfx.rules.call import RULES, Call, Rule
+from zipfx.rules.call import Call, Rule, rule_of
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 
@@ -101,7 +101,7 @@ def _overloads(op: Any) -> list[OpOverload]:
 def _check(op: OpOverload, replace: bool) -> None:
     if _is_view(op):
         raise ZipError(f"{op.name()} gives a view: labels belong to the storage, it needs no rule")
-    if op.has_kernel_for_dispatch_key(_COMPOSITE) and op not in RULES:
+    if op.has_kernel_for_dispatch_key(_COMPOSITE) and rule_of(op) is None:
         raise ZipError(
             f"{op.name()} is made of other operations, which the analysis sees: it needs no rule"
         )
@@ -129,8 +129,9 @@ def _built_in(op: OpOverload) -> Rule | None:
         return lambda call: call.of(call.tensors()[0])
     if op in MOVEMENT or _is_view(op):
         return _moved
-    if op in RULES:
-        return lambda call: RULES[op](_seen(call))
+    own = rule_of(op)
+    if own is not None:
+        return lambda call: own(_seen(call))
     if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
         return lambda call: pointwise(_seen(call))
     return None

@@ -34,11 +34,16 @@ from zipfx.rules.pointwise import join
 def _convolution(call: Call) -> Labels:
     name = "input" if call.arg("input") is not None else "self"
     x, w = call.labels(name), call.labels("weight")
+    slides = {d for d in range(2, len(x.shape)) if not _still(call, d - 2, w.shape[d])}
+    return convolved(call, x, w, slides, transposed=bool(call.arg("transposed")))
+
+
+def convolved(
+    call: Call, x: Labels, w: Labels, slides: set[int], *, transposed: bool = False
+) -> Labels:
+    """A convolution of x that moves values along the dimensions `slides`."""
     ledger, ndim, groups = call.ledger, len(x.shape), int(call.arg("groups"))
-    transposed = bool(call.arg("transposed"))
     shape = tuple(call.result.shape)
-    kernel = set(range(2, ndim))
-    slides = {d for d in kernel if not _still(call, d - 2, w.shape[d])}
     w = _flat(ledger, w)
     x = slide(ledger, x, slides)
     x = replace(x, fixed=beyond(x.fixed, slides))
