@@ -196,3 +196,15 @@ def test_a_place_is_known_by_coordinates() -> None:
     assert observer._samples(x).tolist() == [[0, 4, 8], [1, 5, 9]]
     assert observer._samples(x[..., :1]).tolist() == [[0, 4, 8]]
     assert observer._samples(x[..., :2]).tolist() == [[0, 4, 8], [1, 5, 9]]
+
+
+@pytest.mark.parametrize("half", [torch.tril, torch.triu])
+def test_triangular_weights_keep_their_order(half: Any) -> None:
+    """Row k reads k columns: none is like another, though each is, for all rows but one."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.a(x) @ half(s.w))
+
+    model = Net(forward, a=nn.Linear(5, 8), h=nn.Linear(8, 3), w=parameter(8, 8))
+    assert sizes(model, data(6, 5)) == []
+    law1(model, 6, 5)

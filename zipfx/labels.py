@@ -193,6 +193,18 @@ def is_padded(slot: Tensor, dim: int) -> bool:
     return not bool(((slot != slot.amax(dim, keepdim=True)) & (slot != 0)).any())
 
 
+def filled(a: Tensor, b: Tensor, one_to_one: bool) -> Tensor:
+    """Slot a, and b where a has nothing: that is what a would be there, if it is nothing there for
+    all its features alike (a state that some sentences of a batch do not have yet)."""
+    if one_to_one:
+        (whole,) = trimmed(Labels(tuple(a.shape), (a,))).features
+        u = whole.expand(a.shape)
+        pairs, known = (torch.stack([t[b > 0], b[b > 0]]).unique(dim=1) for t in (u, a))
+        if bool((u > 0)[b > 0].all()) and torch.equal(pairs, known[:, known[0] > 0]):
+            return whole
+    return torch.where(a > 0, a, b)
+
+
 def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:
     """Labels whose dims have moved into a frame of ndim dims: `at` maps old to new."""
     shape = [1] * ndim

@@ -23,6 +23,7 @@ from zipfx.labels import (
     Labels,
     as_they_come,
     broadcast,
+    filled,
     mix,
     narrow,
     place,
@@ -224,9 +225,9 @@ class Ledger:
         # the coarser label still tells what lies where there is no finer one: beside the padding of
         # what was padded before a norm, whose bias the padding holds, too
         if few_x.all():
-            return (a if bool(((u > 0) | (v <= 0)).all()) else _filled(u, v, x[same], y[same]),)
+            return (a if bool(((u > 0) | (v <= 0)).all()) else filled(u, v, same.all()),)
         if few_y.all():
-            return (b if bool(((v > 0) | (u <= 0)).all()) else _filled(v, u, y[same], x[same]),)
+            return (b if bool(((v > 0) | (u <= 0)).all()) else filled(v, u, same.all()),)
         return a, b
 
     def crossing(self, a: Tensor, b: Tensor, dims: Collection[int]) -> bool:
@@ -396,14 +397,6 @@ class Ledger:
                 if slot not in self._alive:
                     self._alive[slot] = True
                     self.alive.append((self._ids(slot).numpy(), self.node))
-
-
-def _filled(a: Tensor, b: Tensor, x: Ints, y: Ints) -> Tensor:
-    """Slot a, and b where a has nothing; labels y[i] of b are called x[i], as they are in a."""
-    names = torch.zeros(int(b.max()) + 1, dtype=torch.int64)
-    names[y] = torch.from_numpy(x)
-    called = names[b.clamp(min=0)]
-    return narrow(torch.where(a > 0, a, torch.where(called > 0, called, b)))
 
 
 def coordinates(fixed: Sequence[Tensor], shape: Sequence[int], dims: Collection[int]) -> Hashes:
