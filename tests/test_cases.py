@@ -27,7 +27,9 @@ NAMES = """
     two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
     list_input_iteration
 """.split()
-MORE = "fourier_layer_complex packed_sequence_lstm".split()  # of models2.py
+MORE = (
+    "fourier_layer_complex packed_sequence_lstm identity_branch_in_kernel".split()
+)  # of models2.py
 EVERY = [*NAMES, *MORE]
 
 Element = tuple[str, int, int, "tuple[int, int] | None"]  # parameter, dim, index, rows

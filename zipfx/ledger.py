@@ -146,6 +146,12 @@ class Ledger:
         self.size += n
         return torch.arange(self.size - n, self.size)
 
+    def twins(self, labels: Tensor) -> Tensor:
+        """New labels, each one feature with one of these, for an axis that is no parameter's."""
+        new = self._fresh(len(labels))
+        self.edges.append(Edge(labels.numpy(), new.numpy(), self.node, False))
+        return new
+
     def parted(self, slot: Tensor, by: Tensor, parts: int = 0) -> Tensor | None:
         """Labels of the features that an axis has for every part of the rows alone.
 

@@ -18,6 +18,7 @@ from zipfx.labels import (
     as_fixed,
     beyond,
     broadcast,
+    by_value,
     mix,
     narrow,
     place,
@@ -161,6 +162,19 @@ def _by_data(call: Call) -> Labels:
         operands.append(pinned_along(call.ledger, lab, {dim}, "chosen by data"))
     y = join(call.ledger, operands, shape)
     return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
+
+
+@rule("diag_embed")
+def _diagonal_matrix(call: Call) -> Labels:
+    """A vector times the identity."""
+    v, shape, offset = call.labels("self"), tuple(call.result.shape), call.arg("offset")
+    if offset:
+        return movement(call)
+    dims = [call.arg(name) % len(shape) for name in ("dim1", "dim2")]
+    others = [d for d in range(len(shape)) if d not in dims]
+    identity = placed(by_value(torch.eye(v.shape[-1])), dict(enumerate(dims)), len(shape))
+    along = placed(v, dict(enumerate([*others, dims[0]])), len(shape))
+    return join(call.ledger, [along, identity], shape)
 
 
 def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zipfx.labels import Kind, Labels, as_fixed, beyond, broadcast, mix, place, project, support
 from zipfx.ledger import Ledger, coordinates
 from zipfx.rules.call import Call, aten, first, rule, whole
+from zipfx.rules.diagonal import tied
 
 #: pointwise, but without the tag
 ALSO_POINTWISE = {
@@ -47,6 +48,7 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
         features = meet(ledger, features, mine, operand.kind, seen)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
+    features, fixed = tied(ledger, features, fixed)
     slots = tuple(slot for slot, _ in features)
     ledger.entangle(slots, fixed)
     return Labels(tuple(shape), slots, tuple(fixed), kind)
