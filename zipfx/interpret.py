@@ -29,6 +29,7 @@ from zipfx.rules import (
     UNIFORM,
     Call,
     join,
+    made_of_others,
     movement,
     opaque,
     paired,
@@ -150,10 +151,12 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if made_of_others(func) and func not in TAUGHT and rule_of(func) is None:
+            return self._see(func.decompose, *args, **kwargs)
         # a norm in eval mode may name its statistics as written although it leaves them alone
         written = [] if func in _NORMS else declared(func, args, kwargs)
         result = func(*args, **kwargs)
-        call = Call(func, args, kwargs, result, self.ledger, self.of)
+        call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
         operands = call.tensors()
         for t in operands:
             self._use(t)
@@ -186,6 +189,10 @@ class _Mode(TorchDispatchMode):
                 self._hear((key, False), self.of(meeting.other), meeting.axis)
                 self._hear((key, True), self.of(fresh[0]), meeting.axis)
         return result
+
+    def _see(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
     def _hear(self, address: Address, labels: Labels, axis: int) -> None:
         ndim = len(labels.shape)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels
 from zipfx.rules import contraction, recurrent, spatial, spectral, together, vision
-from zipfx.rules.call import RULES, Call, rule, rule_of
+from zipfx.rules.call import RULES, Call, made_of_others, rule, rule_of
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 from zipfx.rules.register import TAUGHT, register_rule, taught
@@ -27,6 +27,7 @@ __all__ = [
     "Labels",
     "contraction",
     "join",
+    "made_of_others",
     "movement",
     "opaque",
     "paired",

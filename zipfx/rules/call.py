@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels, beyond, is_padded, narrow, place, project, support
@@ -20,7 +21,11 @@ Lookup = Callable[[Tensor], Labels]
 
 @dataclass(frozen=True)
 class Call:
-    """One aten call: its arguments bound by name, its result, and the labels of its tensors."""
+    """One aten call: its arguments bound by name, its result, and the labels of its tensors.
+
+    see: calls a function, so that the operations it is made of are seen, and their results have
+    labels.
+    """
 
     op: Any
     args: tuple[Any, ...]
@@ -28,6 +33,7 @@ class Call:
     result: Any
     ledger: Ledger
     of: Lookup
+    see: Callable[..., Any]
 
     def arg(self, name: str, default: Any = None) -> Any:
         for i, a in enumerate(self.op._schema.arguments):
@@ -75,6 +81,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def rule_of(op: Any) -> Rule | None:
     """The rule of an operation, if it has one."""
     return RULES.get(op) or ELSEWHERE.get(op.name())
+
+
+@functools.cache
+def made_of_others(op: Any) -> bool:
+    """Whether an operation is nothing but others, which are seen in its place."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(op, OpOverload) and bool(op.has_kernel_for_dispatch_key(key))
 
 
 def first(result: Any) -> Tensor:
