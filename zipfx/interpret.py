@@ -28,6 +28,7 @@ from zipfx.rules import (
     TAUGHT,
     UNIFORM,
     Call,
+    functional,
     join,
     made_of_others,
     movement,
@@ -219,6 +220,9 @@ class _Mode(TorchDispatchMode):
             return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
         if op in IDENTITY:
             return [self.of(operands[0])]
+        if rule_of(op) is None and op not in ALSO_POINTWISE:
+            op = functional(op)  # what it gives, this one writes
+            call = replace(call, op=op)
         if op in MOVEMENT and self._steady(call):
             return [movement(call)]
         for i, t in enumerate(operands):

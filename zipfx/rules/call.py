@@ -90,6 +90,15 @@ def made_of_others(op: Any) -> bool:
     return isinstance(op, OpOverload) and bool(op.has_kernel_for_dispatch_key(key))
 
 
+@functools.cache
+def functional(op: Any) -> Any:
+    """The operation that gives what this one writes to its first argument (itself, if none)."""
+    name = op.name().removeprefix("aten::").partition(".")[0]
+    if not name.endswith("_") or name.endswith("__"):
+        return op
+    return getattr(getattr(aten, name[:-1], None), op._overloadname, op)
+
+
 def first(result: Any) -> Tensor:
     return next(t for t in tree_leaves(result) if isinstance(t, Tensor))
 

@@ -145,6 +145,7 @@ def _by_index(call: Call, family: dict[int, Tensor]) -> Tensor:
 
 @rule(
     *"gather index_select index_add index_add_ scatter_add scatter_add_".split(),
+    *("index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
     *(f"scatter{end}" for end in (".src", ".value", "_.src", "_.value", ".reduce", "_.reduce")),
     *("scatter_reduce.two", "scatter_reduce_.two", "scatter.value_reduce", "scatter_.value_reduce"),
 )
@@ -175,6 +176,50 @@ def _diagonal_matrix(call: Call) -> Labels:
     identity = placed(by_value(torch.eye(v.shape[-1])), dict(enumerate(dims)), len(shape))
     along = placed(v, dict(enumerate([*others, dims[0]])), len(shape))
     return join(call.ledger, [along, identity], shape)
+
+
+@rule("segment_reduce")
+def _segments(call: Call) -> Labels:
+    """Rows are taken together, as many at a time as data says."""
+    axis, shape = int(call.arg("axis")), tuple(call.result.shape)
+    x = pinned_along(call.ledger, call.labels("data"), {axis}, "chosen by data")
+    y = replace(x, shape=shape, fixed=(*x.fixed, *positions(shape, [axis])))
+    return replace(y, kind=max(call.of(t).kind for t in call.tensors()))
+
+
+@rule("masked_scatter")
+def _fill_in(call: Call) -> Labels:
+    """Elements of another tensor, one after the other, where a mask says so.
+
+    Whole rows, if the mask is one for all of a row and both have rows of one length.
+    """
+    x, mask, source = (call.labels(name) for name in ("self", "mask", "source"))
+    last, flags = len(x.shape) - 1, call.arg("mask").expand(x.shape)
+    rows = source.shape[-1:] == x.shape[-1:] and bool((flags == flags[..., :1]).all())
+    rows = rows and not any(last in support(s) for s in (*mask.features, *mask.fixed))
+    reason, kept = "chosen by data", set(range(last)) if rows else set(range(last + 1))
+    call.ledger.pin(mask.features, reason)
+    x = pinned_along(call.ledger, x, kept, reason)
+    others = set(range(len(source.shape) - rows))
+    source = pinned_along(call.ledger, source, others, reason)
+    filled = placed(source, {len(source.shape) - 1: last}, last + 1)
+    if not rows:
+        filled = replace(filled, features=(), fixed=())
+    y = join(call.ledger, [x, replace(filled, shape=x.shape)], x.shape)
+    return replace(y, fixed=(*y.fixed, *positions(x.shape, kept)))
+
+
+@rule("linalg_cross")
+def _cross(call: Call) -> Labels:
+    """Of three coordinates, in a product of two."""
+    shape, operands = tuple(call.result.shape), []
+    dim = int(call.arg("dim")) % len(shape)
+    for name in ("self", "other"):
+        lab = call.labels(name)
+        at = dim - len(shape) + len(lab.shape)
+        operands.append(pinned_along(call.ledger, lab, {at}, "coordinates keep their order"))
+    y = join(call.ledger, operands, shape)
+    return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
 
 
 def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:
@@ -231,7 +276,7 @@ MOVEMENT = {
     for name in (
         "cat stack constant_pad_nd index index_select gather roll flip repeat clone im2col "
         "pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d "
-        "replication_pad1d replication_pad2d "
+        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d block_diag "
         "repeat_interleave slice_scatter select_scatter diagonal_scatter lift_fresh_copy tril triu "
         "_reshape_copy _unsafe_view rot90 tile take_along_dim _unsafe_index"
     ).split()
@@ -246,7 +291,7 @@ UNIFORM = {
     op
     for name in (
         "new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like "
-        "empty_like"
+        "empty_like rand_like randn_like randint_like"
     ).split()
     for op in [getattr(aten, name).default]
 }

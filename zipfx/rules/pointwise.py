@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zipfx.labels import Kind, Labels, as_fixed, beyond, broadcast, mix, place, project, support
 from zipfx.ledger import Ledger, coordinates
-from zipfx.rules.call import Call, aten, first, rule, whole
+from zipfx.rules.call import Call, aten, first, pinned_along, rule, whole
 from zipfx.rules.diagonal import tied
 
 #: pointwise, but without the tag
@@ -30,6 +30,10 @@ ALSO_POINTWISE = {
         ("rrelu_with_noise", "default"),
         ("complex", "default"),
         ("polar", "default"),
+        ("floor_divide", "default"),
+        ("floor_divide", "Scalar"),
+        ("floor_divide_", "Tensor"),
+        ("floor_divide_", "Scalar"),
     )
 }
 
@@ -215,6 +219,18 @@ def _meet_fixed(ours: list[Tensor], slot: Tensor) -> list[Tensor]:
 def pointwise(call: Call) -> Labels:
     operands = [call.of(t) for t in call.tensors()]
     return join(call.ledger, operands, tuple(first(call.result).shape))
+
+
+@rule("bucketize.Tensor", "searchsorted.Tensor")
+def _bucket(call: Call) -> Labels:
+    """Between which boundaries a value lies; boundaries are sorted, some of its own for each row,
+    if they have rows."""
+    x, name = call.labels("self"), "boundaries" if "bucket" in str(call.op) else "sorted_sequence"
+    bounds = call.labels(name)
+    last = len(bounds.shape) - 1
+    bounds = pinned_along(call.ledger, bounds, {last}, "boundaries are sorted")
+    shape = (*bounds.shape[:-1], 1) if last else (1,)
+    return join(call.ledger, [x, replace(bounds, shape=shape)], x.shape)
 
 
 @rule("_weight_norm_interface")

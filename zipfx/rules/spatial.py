@@ -64,6 +64,20 @@ def convolved(
     return add_bias(ledger, product, placed(call.of(bias), {0: 0}, ndim - 1))
 
 
+@rule("conv_tbc")
+def _convolution_of_steps(call: Call) -> Labels:
+    """(T, B, C), by a kernel (width, C, new C)."""
+    x, w = call.labels("self"), call.labels("weight")
+    features, fixed = (tuple(s.movedim(0, 2) for s in slots) for slots in (w.features, w.fixed))
+    w = Labels((*w.shape[1:], w.shape[0]), features, fixed, w.kind)
+    x = slide(call.ledger, x, {0})
+    frame = {0: 0, 1: 1, 2: 3}, {0: 3, 1: 2}
+    shape = tuple(call.result.shape)
+    y = without(contract(call.ledger, x, _flat(call.ledger, w), frame, 3), 3, shape)
+    y = replace(y, fixed=(*beyond(y.fixed, {0}), *positions(shape, [0])))
+    return add_bias(call.ledger, y, call.labels("bias"))
+
+
 def _still(call: Call, i: int, width: int) -> bool:
     """Whether a convolution leaves positions along its dimension i alone."""
     step, pad, apart = (
@@ -263,6 +277,14 @@ def _resample(call: Call) -> Labels:
         return replace(y, kind=max(x.kind, where.kind))
     where = slide(call.ledger, where, spatial)  # of every channel its own
     return join(call.ledger, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
+
+
+@rule("affine_grid_generator")
+def _grid(call: Call) -> Labels:
+    """Where pixels are read, by a matrix for every image."""
+    theta, shape = call.labels("theta"), tuple(call.result.shape)
+    call.ledger.pin(theta.features, "says which pixels are read")
+    return Labels(shape, (), positions(shape), theta.kind)
 
 
 @rule("col2im")
