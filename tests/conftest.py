@@ -48,5 +48,13 @@ def shared_module(path: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        ours = sys.modules.pop("models", None)  # it may want a neighbour of the same name
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.modules.pop("models", None)
+            if ours is not None:
+                sys.modules["models"] = ours
+            if str(file.parent) in sys.path:
+                sys.path.remove(str(file.parent))
     return sys.modules[name]

@@ -145,7 +145,7 @@ def mirrored(x: Tensor) -> Tensor:
 
 
 def padded_means(x: Tensor) -> Tensor:
-    """Padded positions carry no feature, so that the mean of each feature is a block of its own."""
+    """Where the positions of a channel are features, its mean is a block of its own."""
     return F.pad(x, (1, 1, 1, 1)).mean((2, 3))
 
 
@@ -170,16 +170,21 @@ MIRRORED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("partial", [None, "cut"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["channels", "blocks"])
 @pytest.mark.parametrize("name", MIRRORED)
-def test_means_of_features_that_are_tied_with_others(name: str, partial: str | None) -> None:
+def test_means_of_features_that_are_tied_with_others(
+    name: str, blocks: bool, partial: str | None
+) -> None:
     """Which of the places of a feature a mean belongs to: the same for all features."""
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        return s.h(s.cut(MIRRORED[name](s.a(x))))
+        y = s.a(x).view(-1, 6, 2, 2) if blocks else s.a(x)
+        return s.h(s.cut(MIRRORED[name](y)))
 
-    model = Net(forward, a=nn.Conv2d(3, 6, 1), cut=nn.Identity(), h=nn.Linear(6, 2))
-    law1(model, 3, 4, 4)
-    law3(model, 3, 4, 4, seeds=range(2), partial=partial)
+    a, shape = (nn.Linear(4, 24), (4,)) if blocks else (nn.Conv2d(3, 6, 1), (3, 4, 4))
+    model = Net(forward, a=a, cut=nn.Identity(), h=nn.Linear(6, 2))
+    law1(model, *shape)
+    law3(model, *shape, seeds=range(2), partial=partial)
 
 
 @pytest.mark.parametrize(

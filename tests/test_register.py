@@ -11,6 +11,9 @@ import pytest
 import torch
 from laws import EXACT, error, merge, parameters, permuted, run
 from models import randomise
+from test_blocks import Net as Blocks
+from test_blocks import data, join_heads, law1, law3, parameter, split_heads
+from test_blocks import sizes as spaces_of
 from torch import Tensor, nn
 
 import zipfx
@@ -72,6 +75,43 @@ def _only_floats(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise TypeError("only floats")
     return x.flip(-1)
+
+
+@torch.library.custom_op("zipfxtest::conv", mutates_args=())
+def _conv(
+    input: Tensor, weight: Tensor, bias: Tensor | None, padding: list[int], groups: int, fast: bool
+) -> Tensor:
+    return nn.functional.conv2d(input, weight, bias, padding=padding, groups=groups)
+
+
+@torch.library.custom_op("zipfxtest::swapped_conv", mutates_args=())
+def _swapped_conv(input: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.conv2d(input, weight.transpose(0, 1))
+
+
+@torch.library.custom_op("zipfxtest::layer_norm", mutates_args=())
+def _layer_norm(input: Tensor, normalized_shape: list[int], weight: Tensor) -> Tensor:
+    return nn.functional.layer_norm(input, normalized_shape, weight)
+
+
+@torch.library.custom_op("zipfxtest::group_norm", mutates_args=())
+def _group_norm(input: Tensor, num_groups: int, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.group_norm(input, num_groups, weight, bias)
+
+
+@torch.library.custom_op("zipfxtest::attention", mutates_args=())
+def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+@torch.library.custom_op("zipfxtest::soft", mutates_args=())
+def _soft(self: Tensor, dim: int) -> Tensor:
+    return self.softmax(dim)
+
+
+@torch.library.custom_op("zipfxtest::pool", mutates_args=())
+def _pool(self: Tensor, kernel_size: list[int], step: int) -> Tensor:
+    return nn.functional.max_pool2d(self, kernel_size, step)
 
 
 class Net(nn.Module):
@@ -256,6 +296,77 @@ def test_a_rule_of_the_user_comes_before_the_built_in_one() -> None:
     assert len(seen) == 1
 
 
+# ------------------------------------------- behaviour of operators that are made of others
+def conv_net() -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = ops.conv(s.a(x).relu(), s.w, s.b, [1, 1], 2, True)
+        return s.h(y.relu().mean((2, 3)))
+
+    weights = {"w": parameter(8, 3, 3, 3), "b": parameter(8)}
+    return Blocks(forward, a=nn.Conv2d(5, 6, 1), h=nn.Linear(8, 3), **weights)
+
+
+def attention_net() -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(layer(x)) for layer in (s.q, s.k, s.v))
+        return s.o(join_heads(ops.attention(q, k, v, True)))
+
+    return Blocks(forward, **{n: nn.Linear(5, 12) for n in "qkv"}, o=nn.Linear(12, 3))
+
+
+def normed(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    parts = {"a": nn.Linear(5, 6), "h": nn.Linear(6, 3), "w": parameter(6), "b": parameter(6)}
+    return Blocks(lambda s, x: s.h(function(s, s.a(x))), **parts)
+
+
+MADE_OF_OTHERS: dict[str, tuple[Any, Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
+    "conv": (aten.conv2d.default, conv_net, (5, 4, 4), [(2, ()), (6, (3, 3)), (8, (4, 4))]),
+    "layer_norm": (
+        aten.layer_norm.default, lambda: normed(lambda s, y: ops.layer_norm(y, [6], s.w)),
+        (4, 5), [(6, ())],
+    ),
+    "group_norm": (
+        aten.group_norm.default,
+        lambda: normed(lambda s, y: ops.group_norm(y.mT, 3, s.w, s.b).mT),
+        (4, 5), [(3, ()), (6, (2, 2, 2))],
+    ),
+    "attention": (
+        aten.scaled_dot_product_attention.default, attention_net,
+        (4, 5), [(3, ()), (12, (4, 4, 4)), (12, (4, 4, 4))],
+    ),
+    "soft": (aten.softmax.int, lambda: normed(lambda s, y: ops.soft(y, -1)), (4, 5), [(6, ())]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE_OF_OTHERS)
+def test_behaving_like_an_operator_that_is_made_of_others(name: str) -> None:
+    like, make, shape, expected = MADE_OF_OTHERS[name]
+    model, x = make(), data(*shape)
+    assert spaces_of(model, x) != expected
+    zipfx.register_rule(getattr(ops, name).default, like)
+    assert spaces_of(model, x) == expected
+    assert len(zipfx.analyze(model, x)) == len(expected)
+    law1(model, *shape)
+    law3(model, *shape, seeds=[0])
+
+
+def test_what_an_operator_made_of_others_does_not_take() -> None:
+    def pooled(s: Any, x: Tensor) -> Tensor:
+        return s.h(ops.pool(s.a(x), [2, 2], 1).mean((2, 3)))
+
+    def swapped(s: Any, x: Tensor) -> Tensor:
+        return s.h(ops.swapped_conv(s.a(x), s.w).mean((2, 3)))
+
+    zipfx.register_rule(ops.pool.default, aten.max_pool2d.default)
+    zipfx.register_rule(ops.swapped_conv.default, aten.conv2d.default)
+    ends = {"a": nn.Conv2d(5, 6, 1), "h": nn.Linear(6, 3)}
+    with pytest.raises(ZipError, match=r"but that gives \[\(2, 6, 2, 2\)\] here, and .*3, 3\)"):
+        zipfx.analyze(Blocks(pooled, **ends), data(5, 4, 4))
+    model = Blocks(swapped, **{**ends, "a": nn.Conv2d(5, 7, 1)}, w=parameter(7, 6, 1, 1))
+    with pytest.raises(ZipError, match=r"aten::conv2d .* does not take these arguments: "):
+        zipfx.analyze(model, data(5, 4, 4))
+
+
 # ------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
     ("op", "rule", "says"),
@@ -275,7 +386,7 @@ def test_a_rule_of_the_user_comes_before_the_built_in_one() -> None:
         (aten.t.default, "movement", "aten::t gives a view"),
         (aten.matmul.default, "pointwise", "aten::matmul is made of other operations"),
         (ops.turn.default, aten.roll.default, r"same; it has no \['self', 'shifts'\]"),
-        (ops.dense.default, aten.linalg_qr.default, "aten::linalg_qr, which has no rule itself"),
+        (ops.dense.default, aten.take.default, "aten::take, which has no rule itself"),
         (ops.dense.default, aten.embedding.default, r"no \['indices'\], and \['input', 'bias'\]"),
     ],
 )

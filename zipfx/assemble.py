@@ -16,6 +16,7 @@ from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
+from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
 from zipfx.tensors import constant_names, named_tensors
@@ -133,7 +134,7 @@ class Assembly:
 
         def value(path: str, t: Tensor) -> Tensor:
             tensors, name = corresponding.get(id(t), [t]), named.get(id(t), path)
-            if not t.is_floating_point() or len(tensors) == 1 or name not in learned:
+            if not inexact(t) or len(tensors) == 1 or name not in learned:
                 return t.detach().clone()
             if name in analysis.spaces.variances:
                 return fuse_variance(tensors, self._parts(name))

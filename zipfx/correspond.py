@@ -17,6 +17,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
+from zipfx.precision import inexact
 from zipfx.spaces import Space
 from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.untouched import untouched
@@ -110,7 +111,7 @@ def _check_devices(models: Sequence[nn.Module]) -> None:
     for model in models:
         tensors = [*model.parameters(), *model.buffers()]
         devices = sorted({str(t.device) for t in tensors})
-        dtypes = sorted({str(t.dtype) for t in tensors if t.is_floating_point()})
+        dtypes = sorted({str(t.dtype) for t in tensors if inexact(t)})
         kinds.append((devices, dtypes))
     for k, kind in enumerate(kinds):
         for what, ours, theirs in zip(("devices", "dtypes"), kinds[0], kind, strict=True):
@@ -235,9 +236,9 @@ def check_constants(modules: Sequence[fx.GraphModule], last: int) -> None:
             ours, theirs = tensors_at(modules[0], node), tensors_at(modules[k], other)
             counted = batches_tracked(modules[0], node)
             for s, t in zip(ours, theirs, strict=True):
-                fixed = id(s) not in learned or not (s.is_floating_point() or s.is_complex())
+                fixed = id(s) not in learned or not inexact(s)
                 if fixed and not any(s is c for c in counted) and not _same(s, t):
-                    kind = "a constant" if s.is_floating_point() else "an integer buffer"
+                    kind = "a constant" if inexact(s) else "an integer buffer"
                     raise ZipError(
                         f"{kind} of {describe(node)}, {tuple(s.shape)}, differs between models 0 "
                         f"and {k}: it can not be averaged (only parameters and persistent buffers "

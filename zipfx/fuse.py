@@ -21,6 +21,7 @@ from zipfx.matrices import (
     merged_variance,
     unmerge_of,
 )
+from zipfx.precision import widened
 from zipfx.spaces import Axis, Role, Space, by_rows
 
 
@@ -206,7 +207,11 @@ def _share(matching: Matching, k: int) -> Tensor:
 
 
 def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[Move]]) -> Tensor:
-    """One parameter from K corresponding ones, computed in float64, returned in their dtype.
+    """One parameter from K corresponding ones, computed in float64 (complex ones in complex128),
+    returned in their dtype.
+
+    M and U are real, so a complex weight that is conjugated where it is used needs nothing of its
+    own: conj(M W U) = M conj(W) U.
 
     >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0], [3.0]])
     >>> swap = AxisMap(0, torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64))
@@ -215,7 +220,7 @@ def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[Move]]) -> Tensor:
     """
     total: Tensor | None = None
     for t, mine in zip(tensors, maps, strict=True):
-        moved = t.detach().double()
+        moved = widened(t.detach())
         for m in mine:
             moved = m.apply(moved)
         total = moved.clone() if total is None else total.add_(moved)

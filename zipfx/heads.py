@@ -264,7 +264,7 @@ class _Planner:
     def _absorb(self, i: int, merged: list[int], refused: set[int]) -> dict[int, list[Move]] | None:
         """Axis maps that let node i work on merged features; None where it can not."""
         node, fact = self.nodes[i], self.facts.nodes[i]
-        if not merged or node.op == "output" or i in self.restless:
+        if not merged or node.op == "output" or self.restless & {i, *merged}:
             return None
         if fact.traits & {"elementwise", "mixes"}:
             return None

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.copies import alias
 from zipfx.errors import ZipError
-from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, vector
+from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
 from zipfx.memory import partners
 from zipfx.modes import as_caller, as_library
+from zipfx.precision import as_real, inexact
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,
@@ -31,10 +32,14 @@ from zipfx.rules import (
     TAUGHT,
     UNIFORM,
     Call,
+    functional,
     join,
+    made_of_others,
     movement,
     opaque,
+    paired,
     pointwise,
+    rule_of,
     taught,
 )
 from zipfx.shadow import Shadows
@@ -134,10 +139,13 @@ class _Mode(TorchDispatchMode):
 
     def of(self, t: Tensor) -> Labels:
         labels = self.shadows.get(t)
+        if labels is None and t.is_complex() and (pairs := self.shadows.get(as_real(t))):
+            labels = paired(self.ledger, pairs)
+            self.shadows.tell(t, labels)
         if labels is None:
             base = self.shadows.base(t)
             if base is not None:
-                self.ledger.pin(base.features, "seen through another dtype (a complex number)")
+                self.ledger.pin(base.features, "seen through another dtype")
             shape = tuple(t.shape)
             if t.numel() > 1:
                 self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")
@@ -149,10 +157,12 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if made_of_others(func) and func not in TAUGHT and rule_of(func) is None:
+            return self._see(func.decompose, *args, **kwargs)
         # a norm in eval mode may name its statistics as written although it leaves them alone
         written = [] if func in _NORMS else declared(func, args, kwargs)
         result = func(*args, **kwargs)
-        call = Call(func, args, kwargs, result, self.ledger, self.of)
+        call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
         with as_library():
             return self._seen(call, written)
 
@@ -191,6 +201,10 @@ class _Mode(TorchDispatchMode):
                 self._hear((key, True), self.of(fresh[0]), meeting.axis)
         return result
 
+    def _see(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
     def _hear(self, address: Address, labels: Labels, axis: int) -> None:
         ndim = len(labels.shape)
         along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
@@ -216,12 +230,16 @@ class _Mode(TorchDispatchMode):
             return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
         if op in IDENTITY:
             return [self.of(operands[0])]
+        if rule_of(op) is None and op not in ALSO_POINTWISE:
+            op = functional(op)  # what it gives, this one writes
+            call = replace(call, op=op)
         if op in MOVEMENT and self._steady(call):
             return [movement(call)]
         for i, t in enumerate(operands):
             self.ledger.event(self.of(t).features, i)
-        if op in RULES:
-            found = RULES[op](call)
+        own = rule_of(op)
+        if own is not None:
+            found = own(call)
             return found if isinstance(found, tuple) else (found,)
         if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
             return [pointwise(call)] * len(targets)
@@ -272,7 +290,7 @@ class _Interpreter(fx.Interpreter):
 
     def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
-        labels = tuple(replace(self.mode.of(t), fixed=()) for t in tensors)
+        labels = tuple(replace(trimmed(self.mode.of(t)), fixed=()) for t in tensors)
         owners = (self.mode.shadows.owner(t) for t in tensors)
         return NodeFacts(
             labels,
@@ -331,7 +349,7 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     with torch.no_grad():
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
-            learned = t.is_floating_point() and name not in constants
+            learned = inexact(t) and name not in constants
             labels = ledger.parameter(name, t) if learned else by_value(t)
             mode.shadows.put(t, labels, -1 - i)
             seen = shared.get(given[name])  # through another tensor, which has elements of this one

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from zipfx.precision import as_real
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -166,6 +168,43 @@ def beyond(fixed: Iterable[Tensor], dims: Collection[int]) -> tuple[Tensor, ...]
     return tuple(project(slot, keep) for slot, keep in rest if keep)
 
 
+def trimmed(lab: Labels) -> Labels:
+    """The same labels, without dimensions along which features are only missing here and there.
+
+    Zero padding, of images or of short sentences, is alike for all features of a slot, and nothing
+    else lies there: it may be taken for any of them, so that no index needs its size.
+    """
+    features = []
+    for slot in lab.features:
+        along = {d for d in support(slot) if is_padded(slot, d)} if bool((slot == 0).any()) else ()
+        found = slot.amax(sorted(along), keepdim=True) if along else slot
+        kept = support(found)
+        there = (slot > 0).amax(sorted(kept), keepdim=True) if kept else slot > 0
+        others = (s for s in (*lab.features, *lab.fixed) if s is not slot and support(s) & kept)
+        alone = not any(bool((s.expand(lab.shape) != 0)[~there.expand(lab.shape)].any())
+                        for s in others)  # fmt: skip
+        same = torch.equal(torch.where(there, found, 0), slot)
+        features.append(narrow(found) if along and same and alone else slot)
+    return replace(lab, features=tuple(features))
+
+
+def is_padded(slot: Tensor, dim: int) -> bool:
+    """Whether a slot varies along a dimension only in where features are missing."""
+    return not bool(((slot != slot.amax(dim, keepdim=True)) & (slot != 0)).any())
+
+
+def filled(a: Tensor, b: Tensor, one_to_one: bool) -> Tensor:
+    """Slot a, and b where a has nothing: that is what a would be there, if it is nothing there for
+    all its features alike (a state that some sentences of a batch do not have yet)."""
+    if one_to_one:
+        (whole,) = trimmed(Labels(tuple(a.shape), (a,))).features
+        u = whole.expand(a.shape)
+        pairs, known = (torch.stack([t[b > 0], b[b > 0]]).unique(dim=1) for t in (u, a))
+        if bool((u > 0)[b > 0].all()) and torch.equal(pairs, known[:, known[0] > 0]):
+            return whole
+    return torch.where(a > 0, a, b)
+
+
 def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:
     """Labels whose dims have moved into a frame of ndim dims: `at` maps old to new."""
     shape = [1] * ndim
@@ -180,13 +219,15 @@ def placed(lab: Labels, at: dict[int, int], ndim: int) -> Labels:
 def by_value(t: Tensor) -> Labels:
     """Labels of a constant: a fixed slot, equal where values are equal; none where uniform."""
     shape = tuple(t.shape)
-    if t.is_complex() or t.is_quantized:
+    if t.is_quantized:
         return Labels(shape, (), positions(shape), Kind.CONSTANT)
     if t.numel() <= 1:
         return Labels(shape, kind=Kind.CONSTANT)
     values = narrow(t.detach().cpu())
     if values.numel() == 1:
         return Labels(shape, kind=Kind.CONSTANT)
-    bits = values.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
-    slot = as_fixed(mix(bits.numpy().view(np.int64)))
-    return Labels(shape, fixed=(slot.where(values != 0, 0),), kind=Kind.CONSTANT)
+    told = np.zeros(values.shape, np.uint64)
+    for part in as_real(values).unbind(-1) if values.is_complex() else (values,):
+        bits = part.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
+        told = mix(told.view(np.int64) ^ bits.numpy().view(np.int64))
+    return Labels(shape, fixed=(as_fixed(told).where(values != 0, 0),), kind=Kind.CONSTANT)

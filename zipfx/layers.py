@@ -283,8 +283,9 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
 
 def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
     """The module as a layer; None: it is of no known kind, or has a forward of its own, or computes
-    its weight, which then can not be stored."""
-    if any(is_parametrized(m) for m in (module, norm) if m is not None):
+    its weight, which then can not be stored, or is complex."""
+    both = [m for m in (module, norm) if m is not None]
+    if any(is_parametrized(m) or any(p.is_complex() for p in m.parameters()) for m in both):
         return None
     for kind, view in KINDS.items():
         if isinstance(module, kind) and runs_as(module, kind):

@@ -23,6 +23,7 @@ from zipfx.labels import (
     Labels,
     as_they_come,
     broadcast,
+    filled,
     mix,
     narrow,
     place,
@@ -145,6 +146,12 @@ class Ledger:
         self.size += n
         return torch.arange(self.size - n, self.size)
 
+    def twins(self, labels: Tensor) -> Tensor:
+        """New labels, each one feature with one of these, for an axis that is no parameter's."""
+        new = self._fresh(len(labels))
+        self.edges.append(Edge(labels.numpy(), new.numpy(), self.node, False))
+        return new
+
     def parted(self, slot: Tensor, by: Tensor, parts: int = 0) -> Tensor | None:
         """Labels of the features that an axis has for every part of the rows alone.
 
@@ -224,9 +231,9 @@ class Ledger:
         # the coarser label still tells what lies where there is no finer one: beside the padding of
         # what was padded before a norm, whose bias the padding holds, too
         if few_x.all():
-            return (a if bool(((u > 0) | (v <= 0)).all()) else torch.where(u > 0, u, v),)
+            return (a if bool(((u > 0) | (v <= 0)).all()) else filled(u, v, same.all()),)
         if few_y.all():
-            return (b if bool(((v > 0) | (u <= 0)).all()) else torch.where(v > 0, v, u),)
+            return (b if bool(((v > 0) | (u <= 0)).all()) else filled(v, u, same.all()),)
         return a, b
 
     def crossing(self, a: Tensor, b: Tensor, dims: Collection[int]) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import fx
 
 from zipfx.group import Grouping
@@ -44,7 +46,7 @@ def find_spaces(
                 (a.parameter, a.dim) == (axis.name, axis.dim) for a in axes.get(s, ())
             )
             found = Axis(axis.name, axis.dim, role, index, axis.by, axis.parts, implied)
-            axes.setdefault(s, []).append(found)
+            axes.setdefault(s, []).append(_as_a_whole(found, axis.size))
     for ids, node in ledger.bilinear:
         if node <= last:
             tied |= set(grouping.space[grouping.vertex[ids[ids > 0]]].tolist())
@@ -65,6 +67,20 @@ def find_spaces(
     )
     variances = frozenset(name for name, node in ledger.variances if node <= last)
     return SpaceMap(spaces, _pinned(ledger, grouping, held or {}), facts.notes, variances)
+
+
+def _as_a_whole(axis: Axis, length: int) -> Axis:
+    """An axis on which every part of the rows moves in the same way needs no parts (a stack of
+    matrices, one for each frequency, that all read the same features)."""
+    if axis.by < 0 or axis.implied or axis.index.shape[1] % axis.parts:
+        return axis
+    part, order = (axis.index // length).sort(dim=1, stable=True)
+    at = (axis.index % length).gather(1, order)
+    every = at[:, : axis.index.shape[1] // axis.parts]
+    numbers = torch.arange(axis.parts).repeat_interleave(every.shape[1])
+    if bool((part != numbers).any()) or bool((at != every.repeat(1, axis.parts)).any()):
+        return axis
+    return replace(axis, index=every, by=-1, parts=1)
 
 
 def _names(axes: list[list[Axis]], of_blocks: tuple[bool, ...]) -> list[str]:

@@ -170,6 +170,11 @@ class _State:
         relation[order] = np.cumsum(new)
         part, p, q, full, alone = _parts(relation, a, b)
         same = kind[a] == kind[b]
+        circle, each_other = _circles(relation[same], a[same], b[same], len(kind))
+        if each_other.any():
+            a, b, relation = (t[same][each_other] for t in (a, b, relation))
+            self.adopt(a, b, circle[each_other], relation)
+            return None
         if (bad := ~full[part]).any() or same.any():
             self.hold(np.unique(np.concatenate([b[bad], a[same], b[same]])))
             return None
@@ -273,6 +278,20 @@ class _State:
             found.coords[1].astype(np.int64),
             self.overlapping,
         )
+
+
+def _circles(relation: Ints, a: Ints, b: Ints, n: int) -> tuple[Ints, Flags]:
+    """Of pairs inside a class, which part of their relation each lies in, and whether all that are
+    in that part meet each other: the heads of a stack of matrices that reads what it makes."""
+    left, right = relation * n + a, relation * n + b
+    met, where = np.unique(np.concatenate([left, right]), return_inverse=True)
+    ends = where[: len(a)], where[len(a) :]
+    graph = coo_array((np.ones(len(a), np.int8), ends), shape=(len(met), len(met)))
+    if not len(met):
+        return np.zeros(0, np.int64), np.zeros(0, bool)
+    of = connected_components(graph, directed=False)[1].astype(np.int64)
+    part, size = of[ends[0]], np.bincount(of)
+    return part, (np.bincount(part, minlength=len(size)) == size * (size - 1))[part]
 
 
 def _parts(relation: Ints, a: Ints, b: Ints) -> tuple[Ints, Ints, Ints, Flags, Flags]:

@@ -20,6 +20,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
+from zipfx.precision import inexact
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
@@ -39,8 +40,8 @@ class Observer(nn.Module):
         index = place.index
         self.node, self.inner = place.node, place.inner
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
-        self.read = place.read
-        self.models, (self.size, self.occurrences) = models, index.shape
+        self.read, self.sizes = place.read, place.sizes
+        self.models, self.size = models, len(index)
         self.moments = Moments()
         self.resolution = torch.finfo(torch.float32).eps
         plain = bool((index.flatten() == torch.arange(index.numel())).all())
@@ -48,21 +49,38 @@ class Observer(nn.Module):
         self.whole = index.numel() if plain else -1
 
     def _samples(self, x: Tensor) -> Tensor:
-        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences."""
+        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences; of complex
+        numbers the real and the imaginary parts."""
         if self.blurred:
             x = x.mean(self.blurred, keepdim=True)
-        x = x.movedim(self.dims, tuple(range(-len(self.dims), 0))).flatten(-len(self.dims))
-        if x.shape[-1] != self.whole:
-            x = x.index_select(-1, self.index.to(x.device))
-        x = x.reshape(-1, self.size, self.occurrences)
+        x = x.movedim(self.dims, tuple(range(-len(self.dims), 0)))
+        index = self._index(tuple(x.shape[-len(self.dims) :]))
+        x = x.flatten(-len(self.dims))
+        if x.shape[-1] != self.whole or index is not self.index:
+            x = x.index_select(-1, index.to(x.device))
+        x = x.reshape(-1, self.size, len(index) // self.size)
         x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
+        if x.is_complex():
+            x = torch.cat([x.real, x.imag])
         return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+    def _index(self, sizes: tuple[int, ...]) -> Tensor:
+        """The index into a value of these sizes: where they are not those of the example inputs, it
+        is what has the same coordinates, as far as all features have it."""
+        if not self.sizes or sizes == self.sizes:
+            return self.index
+        at = torch.stack(torch.unravel_index(self.index, self.sizes))
+        of = torch.tensor(sizes, device=at.device)[:, None]
+        steps = of.flip(0).cumprod(0).flip(0) // of
+        there = (at < of).all(0).reshape(self.size, -1).all(0)
+        found: Tensor = (at * steps).sum(0).reshape(self.size, -1)[:, there].flatten()
+        return found
 
     def forward(self, *features: Any) -> None:
         """Read the K models' activations at this place (of a place inside a node: what a `Tap`
         has heard in each model)."""
         several = [[f] if self.inner is None else f[self.inner] for f in features]
-        if several[0][0].is_floating_point():
+        if inexact(several[0][0]):
             self.resolution = torch.finfo(several[0][0].dtype).eps
         x = torch.cat([torch.cat([self._samples(t) for t in f]) for f in several], 1)
         self.moments.add(x)

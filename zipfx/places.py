@@ -44,7 +44,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                 place = Place(
                     node.name, dims, index, s in readers.get(i, ()), blurred, own=s in own,
                     mixed=partly or (index.shape[1] > 1 and grouping.mixes(s, *slots)),
-                    after=after.get(i),
+                    sizes=tuple(fact.values[0].shape[d] for d in dims), after=after.get(i),
                 )  # fmt: skip
                 mine = places.setdefault(s, {})
                 if place.own or i not in mine:
@@ -87,8 +87,9 @@ def _inner_places(nodes: list[fx.Node], facts: Facts, grouping: Grouping) -> dic
                     made, axis, blurred = address[1], (heard[0].axis,), heard[0].blurred
                     mixed = index.shape[1] > 1 and grouping.mixes(s, heard[0].labels)
                     place = Place(
-                        node.name, axis, index, not made, blurred, made, s in own, mixed, address
-                    )
+                        node.name, axis, index, not made, blurred, made, s in own, mixed,
+                        inner=address,
+                    )  # fmt: skip
                     places.setdefault(s, []).append(place)
     return places
 

@@ -3,24 +3,31 @@
 A view is the same storage seen through another (size, stride, offset); its labels are the same
 window into the labels of the storage.  Labels are kept compact for the geometry in which a storage
 was made, and laid out in full only when it is seen, or written to, through another one.
+
+A complex number is two real ones: a storage of complex numbers has labels for them, and the same
+for its real and imaginary parts, which a coordinate tells apart. Real numbers that are seen in
+pairs, as complex ones, may carry two features: what a pair then is, is not known here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zipfx.labels import Kind, Labels, as_fixed, by_value, mix, narrow, place
+from zipfx.labels import Kind, Labels, as_fixed, by_value, mix, narrow, place, position
+from zipfx.precision import as_real
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
+#: size, strides and offset of the elements, bytes of one, and whether they are complex numbers
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int, bool]
 
 
 def geometry(t: Tensor) -> Geometry:
-    return tuple(t.shape), tuple(t.stride()), int(t.storage_offset()), t.itemsize
+    where = tuple(t.shape), tuple(t.stride()), int(t.storage_offset())
+    return *where, t.itemsize, t.is_complex()
 
 
 @dataclass
@@ -30,6 +37,15 @@ class _Record:
     made: Geometry
     views: dict[Geometry, Labels]
     full: list[list[Tensor]] | None = None  # features and fixed slots, one entry per element
+    parts: _Record | None = None  # of complex numbers, as soon as their parts are seen
+
+    def of_parts(self) -> _Record:
+        """The same storage as real numbers, two for each complex one."""
+        if self.parts is None:
+            shape, stride, offset, size, _ = self.made
+            made = (*shape, 2), (*(2 * s for s in stride), 1), 2 * offset, size // 2, False
+            self.parts = _Record(self.ref, self.owner, made, {made: _parted(self.views[self.made])})
+        return self.parts
 
 
 def _key(t: Tensor) -> int:
@@ -85,12 +101,15 @@ class Shadows:
                 self._forget()
 
     def get(self, t: Tensor) -> Labels | None:
-        """The labels of a tensor; None if its storage is unknown or seen through another dtype."""
+        """The labels of a tensor; None if its storage is unknown or seen through another dtype,
+        unless that are the parts of complex numbers (or pairs that were told before)."""
         record, g = self._record(t), geometry(t)
+        if record is not None and record.made[4] and not g[4]:
+            record = record.of_parts()
         if record is None:
             return None
         if g not in record.views:
-            if g[3] != record.made[3]:
+            if g[3:] != record.made[3:]:
                 return None
             box = _box(record.made, g) if record.full is None else None
             if box is not None:
@@ -100,6 +119,12 @@ class Shadows:
             record.views[g] = _window(record.full, g, record.views[record.made].kind)
         return record.views[g]
 
+    def tell(self, t: Tensor, labels: Labels) -> None:
+        """Set what pairs of real numbers are that are seen as complex ones, until they change."""
+        record = self._record(t)
+        if record is not None:
+            record.views[geometry(t)] = labels
+
     def write(self, t: Tensor, labels: Labels, node: int) -> None:
         """Set the labels of a tensor that was written to in place."""
         record = self._record(t)
@@ -108,8 +133,14 @@ class Shadows:
             return
         g = geometry(t)
         if _covers(t):
-            record.made, record.full, record.views = g, None, {g: labels}
+            record.made, record.full, record.views, record.parts = g, None, {g: labels}, None
             return
+        if record.made[4] and not g[4]:  # from now on, its elements are the parts
+            record = self._records[_key(t)] = record.of_parts()
+        elif g[4] and not record.made[4]:
+            t, labels = as_real(t), _parted(labels)
+            g = geometry(t)
+        record.parts = None
         base = record.views[record.made]
         record.full = record.full or self._lay_out(t, record)
         for group, slots in zip(record.full, (labels.features, labels.fixed), strict=True):
@@ -155,6 +186,17 @@ class Shadows:
                 group.append(full)
             groups.append(group)
         return groups
+
+
+def _parted(labels: Labels) -> Labels:
+    """The labels of the parts of complex numbers, which lie along a further dimension."""
+    shape = (*labels.shape, 2)
+    features, fixed = (
+        tuple(s.unsqueeze(-1) for s in slots) for slots in (labels.features, labels.fixed)
+    )
+    return replace(
+        labels, shape=shape, features=features, fixed=(*fixed, position(shape, len(shape) - 1))
+    )
 
 
 def _box(made: Geometry, g: Geometry) -> dict[int, tuple[int | None, int]] | None:

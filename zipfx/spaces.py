@@ -61,8 +61,8 @@ class Place(ByValue):
     were made here, before their activation; own: of a space of blocks: whether the
     values are those of the blocks themselves (attention scores), not those of the features inside;
     mixed: whether the occurrences are features of another space, in any order (what all heads scale
-    alike), or only some of another lie here; inner: an address inside the node; after: a later node
-    that finishes the value in place.
+    alike), or only some of another lie here; sizes: of the result along `dims`, on the example
+    inputs; inner: an address inside the node; after: a later node that finishes the value in place.
     """
 
     node: str
@@ -73,6 +73,7 @@ class Place(ByValue):
     source: bool = False
     own: bool = True
     mixed: bool = False
+    sizes: tuple[int, ...] = ()
     inner: Address | None = None
     after: str | None = None
 

@@ -100,7 +100,8 @@ def restored(name: str, t: Tensor, strides: tuple[int, ...] | None, is_complex: 
         ZipError: it never was.
     """
     try:
-        t = torch.view_as_complex(t) if is_complex else t
+        # in a file, complex numbers need not lie where the processor wants them
+        t = torch.view_as_complex(t.clone()) if is_complex else t
         strides = t.stride() if strides is None else strides
         like = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
         if torch.empty_like(like).stride() != strides:

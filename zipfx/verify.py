@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zipfx.copies import alias
 from zipfx.modes import as_caller, as_library
+from zipfx.precision import inexact, widened
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
 from zipfx.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
 
@@ -36,7 +37,7 @@ class _Runner(fx.Interpreter):
         self.state, self.moves = state, moves
         self.written: dict[str, Tensor] = {}
         self.kept: dict[str, Any] = {}
-        self.lowest = torch.float64
+        self.eps = torch.finfo(torch.float64).eps
 
     def own(self, t: Tensor) -> Tensor:
         """A parameter or buffer of the module as this run sees it."""
@@ -63,8 +64,8 @@ class _Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         for t in leaves(value):
-            if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 8:
-                self.lowest = min(self.lowest, t.dtype, key=lambda d: -torch.finfo(d).eps)
+            if isinstance(t, Tensor) and inexact(t):
+                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
         if n.name == self.state.last:
             seen = {m.name: v for m, v in (*self.env.items(), (n, value))}
             self.kept = clone_tensors({name: seen[name] for name in self.state.keep})
@@ -110,9 +111,10 @@ class _State:
         generator = torch.Generator().manual_seed(seed)
         constants = constant_names(module)
         for name, t in named.items():
-            learned = t.is_floating_point() and name not in constants
+            learned = inexact(t) and name not in constants
             if learned and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
-                noise = torch.rand(t.shape, generator=generator, dtype=torch.float64)
+                kind = torch.complex128 if t.is_complex() else torch.float64
+                noise = torch.rand(t.shape, generator=generator, dtype=kind)
                 self.uneven[name] = noise.to(t.device) + 0.5
 
     def run(
@@ -122,11 +124,12 @@ class _State:
         runner = _Runner(self, moves or {})
         with torch.no_grad(), as_caller(), Wide():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
-        return runner.kept, torch.finfo(runner.lowest).eps
+        return runner.kept, runner.eps
 
 
 def _fresh(t: Tensor) -> Tensor:
-    return t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone()
+    wide = widened(t)
+    return t.clone() if wide is t else wide
 
 
 def failing_spaces(
@@ -190,14 +193,14 @@ def failing_spaces(
 
 def _shaken(t: Tensor, eps: float) -> Tensor:
     """An input with every entry off by one rounding."""
-    return t.double() * (1 + eps) if t.is_floating_point() else t
+    return widened(t) * (1 + eps) if inexact(t) else t
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of two outputs, relative to each tensor's largest entry."""
     worst = 0.0
     for x, y in zip(leaves(a), leaves(b), strict=True):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+        if isinstance(x, Tensor) and inexact(x) and x.numel():
             gap = (x - y).abs().nan_to_num(0, 0, 0).max()
             size = x.abs().nan_to_num(0, 0, 0).max()
             worst = max(worst, float(gap / size) if size > 0 else 0.0)
@@ -228,7 +231,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
             continue
         if x.shape != y.shape:
             return False
-        if not x.is_floating_point():
+        if not inexact(x):
             if not torch.equal(x, y):
                 return False
             continue

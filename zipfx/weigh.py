@@ -20,6 +20,7 @@ from zipfx.fuse import Move, columns, plan
 from zipfx.match import Weights
 from zipfx.matrices import Merge, joined_pairs
 from zipfx.pairing import Matched, block_similarity, inside, match_space
+from zipfx.precision import as_real, widened
 from zipfx.spaces import Axis, Space
 from zipfx.statistics import Statistics
 
@@ -97,9 +98,10 @@ class _Descent:
         moves = self._moves(axis.parameter, others, known)
         rows = []
         for t, maps in zip(self.tensors[axis.parameter], moves, strict=True):
-            moved = t.detach().double()
+            moved = widened(t.detach())
             for move in maps:
                 moved = move.apply(moved)
+            moved = as_real(moved)  # inner products of complex weights are sums over their parts
             x = columns(_sorted(moved, free - {axis.by}), axis.dim, axis.by, axis.parts)
             if axis.by in free:  # the rows of each part alone
                 x = _sorted(x, {x.ndim - 2})

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels
-from zipfx.rules import contraction, recurrent, spatial, together
-from zipfx.rules.call import RULES, Call, rule
+from zipfx.rules import algebra, contraction, recurrent, spatial, spectral, together, vision
+from zipfx.rules.call import RULES, Call, functional, made_of_others, rule, rule_of
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 from zipfx.rules.register import TAUGHT, register_rule, taught
+from zipfx.rules.spectral import paired
 
 __all__ = [
     "ALSO_POINTWISE",
@@ -24,17 +25,24 @@ __all__ = [
     "UNIFORM",
     "Call",
     "Labels",
+    "algebra",
     "contraction",
+    "functional",
     "join",
+    "made_of_others",
     "movement",
     "opaque",
+    "paired",
     "pointwise",
     "recurrent",
     "register_rule",
     "rule",
+    "rule_of",
     "spatial",
+    "spectral",
     "taught",
     "together",
+    "vision",
 ]
 
 

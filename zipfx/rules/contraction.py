@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zipfx.labels import Kind, Labels, broadcast, placed, positions, project, support
 from zipfx.ledger import Contraction, Ledger
-from zipfx.rules.call import Call, carried, first, rule
+from zipfx.rules.call import Call, aten, carried, first, rule
 from zipfx.rules.pointwise import join, meet, not_elementwise, reduce
 
 
@@ -51,6 +51,7 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
     if w.kind != Kind.WEIGHT or x.kind != Kind.DATA:
         return w
     stack = [s for s in w.features if support(s) <= shared]
+    stack.sort(key=lambda s: not support(s))  # heads come before the one layer that w[0] is
     read = [s for s in w.features if k in support(s)]
     made = [s for s in w.features if k not in support(s) and not support(s) <= shared]
     found = list(stack)
@@ -140,27 +141,43 @@ def _aten_linear(call: Call) -> Labels:
     )
 
 
-@rule("mv", "dot", "vdot")
+@rule("mv", "addmv", "dot", "vdot")
 def _mv(call: Call) -> Labels:
-    names = (
-        "self",
-        "vec" if "mv" in str(call.op) else "tensor" if "aten.dot" in str(call.op) else "other",
-    )
+    added = "addmv" in str(call.op)
+    names = ("mat" if added else "self", "vec" if "mv" in str(call.op) else _OTHER[call.op])
     x, w = (call.labels(n) for n in names)
     k = len(x.shape) - 1
     product = contract(call.ledger, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)
-    return without(product, k, tuple(call.result.shape))
+    product = without(product, k, tuple(call.result.shape))
+    return add_bias(call.ledger, product, call.labels("self")) if added else product
 
 
-@rule("bmm", "baddbmm")
+_OTHER = {aten.dot.default: "tensor", aten.vdot.default: "other"}
+
+
+@rule("addr")
+def _outer(call: Call) -> Labels:
+    """The product of every entry of one vector with every one of another."""
+    at = {"vec1": 0, "vec2": 1}
+    factors = [placed(call.labels(name), {0: d}, 2) for name, d in at.items()]
+    return join(call.ledger, [*factors, call.labels("self")], tuple(call.result.shape))
+
+
+@rule("bmm", "baddbmm", "addbmm")
 def _bmm(call: Call) -> Labels:
-    """(b, n, k) times (b, k, m) gives (b, n, m)."""
-    added = "baddbmm" in str(call.op)
+    """(b, n, k) times (b, k, m) gives (b, n, m), of which addbmm takes the sum."""
+    added, summed = (
+        "add" in str(call.op),
+        "addbmm" in str(call.op) and "baddbmm" not in str(call.op),
+    )
     names = ("batch1", "batch2") if added else ("self", "mat2")
     x, w = (call.labels(name) for name in names)
-    ledger = call.ledger
+    ledger, (b, n, m) = call.ledger, (*x.shape[:2], w.shape[2])
     frame = {0: 0, 1: 1, 2: 3}, {0: 0, 2: 2, 1: 3}
-    product = without(contract(ledger, x, w, frame, 3), 3, tuple(call.result.shape))
+    product = without(contract(ledger, x, w, frame, 3), 3, (b, n, m))
+    if summed:
+        slots = reduce(ledger, product.features, {0}, product.fixed)
+        product = without(Labels((1, n, m), *slots, product.kind), 0, (n, m))
     return add_bias(ledger, product, call.labels("self")) if added else product
 
 

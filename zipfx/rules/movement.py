@@ -18,6 +18,7 @@ from zipfx.labels import (
     as_fixed,
     beyond,
     broadcast,
+    by_value,
     mix,
     narrow,
     place,
@@ -25,7 +26,7 @@ from zipfx.labels import (
     positions,
     support,
 )
-from zipfx.rules.call import Call, aten, carried, first, rule
+from zipfx.rules.call import Call, aten, carried, first, pinned_along, rule
 from zipfx.rules.pointwise import join
 
 
@@ -102,7 +103,7 @@ def _tell_operands_apart(
         if told and call.op is not aten.stack.default:
             continue
         if lab.kind == Kind.CONSTANT and t.numel() and not lab.fixed:
-            value = float(t.reshape(-1)[0])
+            value = t.reshape(-1)[0].item()
             name = as_fixed(mix([hash(value)])) if value else torch.zeros(1, dtype=torch.int64)
         else:
             name = as_fixed(mix([i + 1]))
@@ -124,7 +125,7 @@ def _run_on(call: Call, family: dict[int, Tensor], feature: bool) -> Tensor:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout")}
     if call.op is aten.constant_pad_nd.default:  # the padding is one coordinate, none if zero
         value = call.arg("value")
-        args = (*args[:2], int(as_fixed(mix([hash(float(value))]))) if value and not feature else 0)
+        args = (*args[:2], int(as_fixed(mix([hash(value)]))) if value and not feature else 0)
     try:
         moved: Tensor = call.op(*args, **kwargs)
     except RuntimeError:  # not there for integers
@@ -144,6 +145,7 @@ def _by_index(call: Call, family: dict[int, Tensor]) -> Tensor:
 
 @rule(
     *"gather index_select index_add index_add_ scatter_add scatter_add_".split(),
+    *("index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
     *(f"scatter{end}" for end in (".src", ".value", "_.src", "_.value", ".reduce", "_.reduce")),
     *("scatter_reduce.two", "scatter_reduce_.two", "scatter.value_reduce", "scatter_.value_reduce"),
 )
@@ -158,9 +160,64 @@ def _by_data(call: Call) -> Labels:
         elif any(n != m for d, (n, m) in enumerate(zip(lab.shape, shape)) if d != dim):
             call.ledger.pin(lab.features, f"{call.op} reads a part of it, chosen by data")
             lab = replace(lab, features=(), fixed=())
-        call.ledger.pin([s for s in lab.features if dim in support(s)], "chosen by data")
-        others = tuple(s for s in lab.features if dim not in support(s))
-        operands.append(replace(lab, features=others, fixed=beyond(lab.fixed, {dim})))
+        operands.append(pinned_along(call.ledger, lab, {dim}, "chosen by data"))
+    y = join(call.ledger, operands, shape)
+    return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
+
+
+@rule("diag_embed")
+def _diagonal_matrix(call: Call) -> Labels:
+    """A vector times the identity."""
+    v, shape, offset = call.labels("self"), tuple(call.result.shape), call.arg("offset")
+    if offset:
+        return movement(call)
+    dims = [call.arg(name) % len(shape) for name in ("dim1", "dim2")]
+    others = [d for d in range(len(shape)) if d not in dims]
+    identity = placed(by_value(torch.eye(v.shape[-1])), dict(enumerate(dims)), len(shape))
+    along = placed(v, dict(enumerate([*others, dims[0]])), len(shape))
+    return join(call.ledger, [along, identity], shape)
+
+
+@rule("segment_reduce")
+def _segments(call: Call) -> Labels:
+    """Rows are taken together, as many at a time as data says."""
+    axis, shape = int(call.arg("axis")), tuple(call.result.shape)
+    x = pinned_along(call.ledger, call.labels("data"), {axis}, "chosen by data")
+    y = replace(x, shape=shape, fixed=(*x.fixed, *positions(shape, [axis])))
+    return replace(y, kind=max(call.of(t).kind for t in call.tensors()))
+
+
+@rule("masked_scatter")
+def _fill_in(call: Call) -> Labels:
+    """Elements of another tensor, one after the other, where a mask says so.
+
+    Whole rows, if the mask is one for all of a row and both have rows of one length.
+    """
+    x, mask, source = (call.labels(name) for name in ("self", "mask", "source"))
+    last, flags = len(x.shape) - 1, call.arg("mask").expand(x.shape)
+    rows = source.shape[-1:] == x.shape[-1:] and bool((flags == flags[..., :1]).all())
+    rows = rows and not any(last in support(s) for s in (*mask.features, *mask.fixed))
+    reason, kept = "chosen by data", set(range(last)) if rows else set(range(last + 1))
+    call.ledger.pin(mask.features, reason)
+    x = pinned_along(call.ledger, x, kept, reason)
+    others = set(range(len(source.shape) - rows))
+    source = pinned_along(call.ledger, source, others, reason)
+    filled = placed(source, {len(source.shape) - 1: last}, last + 1)
+    if not rows:
+        filled = replace(filled, features=(), fixed=())
+    y = join(call.ledger, [x, replace(filled, shape=x.shape)], x.shape)
+    return replace(y, fixed=(*y.fixed, *positions(x.shape, kept)))
+
+
+@rule("linalg_cross")
+def _cross(call: Call) -> Labels:
+    """Of three coordinates, in a product of two."""
+    shape, operands = tuple(call.result.shape), []
+    dim = int(call.arg("dim")) % len(shape)
+    for name in ("self", "other"):
+        lab = call.labels(name)
+        at = dim - len(shape) + len(lab.shape)
+        operands.append(pinned_along(call.ledger, lab, {at}, "coordinates keep their order"))
     y = join(call.ledger, operands, shape)
     return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
 
@@ -182,36 +239,35 @@ def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:
     out = [d for d in range(len(others) + rows) if not at <= d < at + rows]
     for t in tree_leaves(given):
         call.ledger.pin(call.of(t).features if isinstance(t, Tensor) else (), "chooses elements")
-    x = call.labels("self").features
-    call.ledger.pin([s for s in x if support(s) & set(dims)], "chosen by data")
     return dims, dict(zip(others, out)), range(at, at + rows)
 
 
 @rule("index.Tensor")
 def _by_list(call: Call) -> Labels:
     """What lies on other axes stays as it is."""
-    x, shape = call.labels("self"), tuple(call.result.shape)
+    shape = tuple(call.result.shape)
     dims, keep, rows = _listed(call)
+    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
     made = carried(x.features, keep, len(shape))
     if x.kind == Kind.WEIGHT:  # as an embedding
         call.ledger.make(made)
-    fixed = [place(s, keep, len(shape)) for s in beyond(x.fixed, dims)]
+    fixed = [place(s, keep, len(shape)) for s in x.fixed]
     return Labels(shape, tuple(made), (*fixed, *positions(shape, rows)), Kind.DATA)
 
 
 @rule("index_put", "index_put_")
 def _put_by_list(call: Call) -> Labels:
     """The new values meet what lies on other axes."""
-    x, values = call.labels("self"), call.labels("values")
+    values = call.labels("values")
     dims, keep, rows = _listed(call)
+    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
     ndim, before = len(x.shape), len(keep) + len(rows) - len(values.shape)
     back = {to - before: d for d, to in keep.items() if to >= before}
     call.ledger.pin([s for s in values.features if not support(s) <= set(back)], "put by data")
     gone = set(range(len(values.shape))) - set(back)
     fixed = tuple(place(s, back, ndim) for s in beyond(values.fixed, gone))
     kept = Labels(x.shape, tuple(carried(values.features, back, ndim)), fixed, values.kind)
-    own = tuple(s for s in x.features if not support(s) & set(dims))
-    y = join(call.ledger, [replace(x, features=own, fixed=beyond(x.fixed, dims)), kept], x.shape)
+    y = join(call.ledger, [x, kept], x.shape)
     return replace(y, fixed=(*y.fixed, *positions(x.shape, dims)))
 
 
@@ -220,7 +276,7 @@ MOVEMENT = {
     for name in (
         "cat stack constant_pad_nd index index_select gather roll flip repeat clone im2col "
         "pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d "
-        "replication_pad1d replication_pad2d "
+        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d block_diag "
         "repeat_interleave slice_scatter select_scatter diagonal_scatter lift_fresh_copy tril triu "
         "_reshape_copy _unsafe_view rot90 tile take_along_dim _unsafe_index"
     ).split()
@@ -235,7 +291,7 @@ UNIFORM = {
     op
     for name in (
         "new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like "
-        "empty_like"
+        "empty_like rand_like randn_like randint_like"
     ).split()
     for op in [getattr(aten, name).default]
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zipfx.labels import Kind, Labels, as_fixed, beyond, broadcast, mix, place, project, support
 from zipfx.ledger import Ledger, coordinates
-from zipfx.rules.call import Call, aten, first, rule
+from zipfx.rules.call import Call, aten, first, pinned_along, rule, whole
+from zipfx.rules.diagonal import tied
 
 #: pointwise, but without the tag
 ALSO_POINTWISE = {
@@ -27,6 +28,12 @@ ALSO_POINTWISE = {
         ("nan_to_num", "default"),
         ("log_sigmoid_forward", "default"),
         ("rrelu_with_noise", "default"),
+        ("complex", "default"),
+        ("polar", "default"),
+        ("floor_divide", "default"),
+        ("floor_divide", "Scalar"),
+        ("floor_divide_", "Tensor"),
+        ("floor_divide_", "Scalar"),
     )
 }
 
@@ -45,6 +52,7 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
         features = meet(ledger, features, mine, operand.kind, seen)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
+    features, fixed = tied(ledger, features, fixed)
     slots = tuple(slot for slot, _ in features)
     ledger.entangle(slots, fixed)
     return Labels(tuple(shape), slots, tuple(fixed), kind)
@@ -61,13 +69,14 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
     ]
     result = []
     for o in operands:
-        slots = sorted(o.features, key=lambda s: int(s.max()))
+        slots = sorted((s for s in o.features if support(s)), key=lambda s: int(s.max()))
         both = {d + ndim - len(o.shape) for s in slots for d in support(s)}
         if o.kind == Kind.WEIGHT and len(slots) == 2 and any(both <= m for m in met):
             own = ledger.parted(slots[1], slots[0])
             if own is not None:
                 kept = ledger.relate(own, slots[0], weights_only=True)
-                o = replace(o, features=kept)
+                single = (s for s in o.features if not support(s))
+                o = replace(o, features=(*single, *kept))
         result.append(o)
     return result
 
@@ -84,12 +93,13 @@ def reduce(
     or some pairs of two, may count more often than others.
     """
     along = set(dims)
-    whole = [slot for slot in slots if support(slot) and support(slot) <= along]
-    for slot in whole:
-        ledger.counted(slot)
-    for one, other in itertools.combinations(whole, 2):
-        if support(one) & support(other):
-            ledger.relate(one, other, fixed)
+    was, slots = slots, [_unpadded(ledger, slot, along) for slot in slots]
+    every = [i for i, slot in enumerate(slots) if support(slot) and support(slot) <= along]
+    for i in every:
+        ledger.counted(slots[i])
+    for i, j in itertools.combinations(every, 2):
+        if support(slots[i]) & support(slots[j]) and _both(was[i], was[j]):
+            ledger.relate(slots[i], slots[j], fixed)
     parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
     pairs = [
         (slot, other)
@@ -104,11 +114,28 @@ def reduce(
     if crossed:
         ledger.pin(crossed.values(), "features are summed in pairs: they keep their order")
     apart = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
+    left = [slot for slot in slots if not support(slot) & along]
+    padded = [slot for slot in left if all(slot is not old for old in was)]
     blocks = [ledger.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
-    kept = [(slot, Kind.DATA) for slot in slots if not support(slot) & along]
-    for block in blocks:
-        kept = meet(ledger, kept, [block], Kind.DATA)
+    kept = [(slot, Kind.DATA) for slot in left if all(slot is not new for new in padded)]
+    for slot in (*padded, *blocks):
+        kept = meet(ledger, kept, [slot], Kind.DATA)
     return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *apart)
+
+
+def _both(one: Tensor, other: Tensor) -> bool:
+    """Whether two slots are anywhere both present."""
+    u, v = broadcast(one, other)
+    return bool(((u > 0) & (v > 0)).any())
+
+
+def _unpadded(ledger: Ledger, slot: Tensor, along: set[int]) -> Tensor:
+    """Without padding that all features have alike, which takes part in the same way for all; and
+    without rows in which nothing is (the steps that a short sentence does not have)."""
+    for dims in (along, support(slot) - along):
+        rest = whole(ledger, slot, dims, alike=dims is along) if support(slot) & along else None
+        slot = slot if rest is None else rest
+    return slot
 
 
 def told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:
@@ -192,6 +219,18 @@ def _meet_fixed(ours: list[Tensor], slot: Tensor) -> list[Tensor]:
 def pointwise(call: Call) -> Labels:
     operands = [call.of(t) for t in call.tensors()]
     return join(call.ledger, operands, tuple(first(call.result).shape))
+
+
+@rule("bucketize.Tensor", "searchsorted.Tensor")
+def _bucket(call: Call) -> Labels:
+    """Between which boundaries a value lies; boundaries are sorted, some of its own for each row,
+    if they have rows."""
+    x, name = call.labels("self"), "boundaries" if "bucket" in str(call.op) else "sorted_sequence"
+    bounds = call.labels(name)
+    last = len(bounds.shape) - 1
+    bounds = pinned_along(call.ledger, bounds, {last}, "boundaries are sorted")
+    shape = (*bounds.shape[:-1], 1) if last else (1,)
+    return join(call.ledger, [x, replace(bounds, shape=shape)], x.shape)
 
 
 @rule("_weight_norm_interface")

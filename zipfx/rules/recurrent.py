@@ -1,12 +1,15 @@
-"""Cells of recurrent layers on CUDA, where the gates of one step are a single operation.
+"""Recurrent layers: cells on CUDA, where the gates of one step are a single operation, and packing.
 
-On the CPU they are pointwise operations, which need no rule.
+On the CPU cells are pointwise operations, which need no rule; nor does a loop over packed steps, or
+unpacking them, which are slices and copies.
 """
 
 from __future__ import annotations
 
-from zipfx.labels import Labels, narrow, positions
-from zipfx.rules.call import Call, rule
+from dataclasses import replace
+
+from zipfx.labels import Labels, narrow, place, positions
+from zipfx.rules.call import Call, carried, pinned_along, rule
 from zipfx.rules.pointwise import join
 
 
@@ -29,3 +32,19 @@ def _cell(call: Call) -> tuple[Labels, ...]:
     y = join(call.ledger, [*parts, state], state.shape)
     work = tuple(call.result[-1].shape)
     return *(y,) * (len(call.result) - 1), Labels(work, (), positions(work))
+
+
+@rule("_pack_padded_sequence")
+def _packed(call: Call) -> tuple[Labels, ...]:
+    """(B, T, *) or (T, B, *), and B lengths: the steps that are there, in one row after the other.
+
+    What lies on the two axes is chosen by the lengths; what lies on others is left as it is.
+    """
+    reason, lengths = "lengths say which are there", call.labels("lengths")
+    x = pinned_along(call.ledger, call.labels("input"), {0, 1}, reason)
+    rows, sizes = (tuple(t.shape) for t in call.result)
+    keep = {d: d - 1 for d in range(2, len(x.shape))}
+    fixed = (place(s, keep, len(rows)) for s in x.fixed)
+    features = tuple(carried(x.features, keep, len(rows)))
+    data = Labels(rows, features, (*fixed, *positions(rows, [0])), x.kind)
+    return data, replace(lengths, shape=sizes, features=(), fixed=positions(sizes))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
 from zipfx.labels import Kind, Labels, positions
-from zipfx.rules.call import RULES, Call, Rule
+from zipfx.rules.call import Call, Rule, made_of_others, rule_of
 from zipfx.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
 from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 
@@ -21,7 +21,6 @@ from zipfx.rules.pointwise import ALSO_POINTWISE, join, pointwise
 TAUGHT: dict[OpOverload, Rule] = {}
 
 R = TypeVar("R", bound=Rule)
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @overload
@@ -40,8 +39,9 @@ def register_rule(op: Any, rule: Any = None, *, replace: bool = False) -> Any:
             all its overloads.
         rule: "pointwise": features pass, operands meet element by element after broadcasting;
             "movement": the op only moves elements (it is run on integer labels);
-            another operator, such as `torch.ops.aten.linear.default`: arguments of the same name
-            mean the same (other numbers are ignored, other tensors are refused);
+            another operator, such as `torch.ops.aten.linear.default`, one that is made of others
+            (`torch.ops.aten.conv2d.default`) included: arguments of the same name mean the same
+            (other numbers are ignored, other tensors are refused);
             or a function from a `zipfx.rules.Call` to the `zipfx.rules.Labels` of its result (a
             tuple for several). Left out: `register_rule(op)` decorates such a function.
         replace: whether the op may have a rule already.
@@ -101,7 +101,7 @@ def _overloads(op: Any) -> list[OpOverload]:
 def _check(op: OpOverload, replace: bool) -> None:
     if _is_view(op):
         raise ZipError(f"{op.name()} gives a view: labels belong to the storage, it needs no rule")
-    if op.has_kernel_for_dispatch_key(_COMPOSITE) and op not in RULES:
+    if made_of_others(op) and rule_of(op) is None:
         raise ZipError(
             f"{op.name()} is made of other operations, which the analysis sees: it needs no rule"
         )
@@ -129,8 +129,9 @@ def _built_in(op: OpOverload) -> Rule | None:
         return lambda call: call.of(call.tensors()[0])
     if op in MOVEMENT or _is_view(op):
         return _moved
-    if op in RULES:
-        return lambda call: RULES[op](_seen(call))
+    own = rule_of(op)
+    if own is not None:
+        return lambda call: own(_seen(call))
     if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
         return lambda call: pointwise(_seen(call))
     return None
@@ -204,7 +205,7 @@ _BEHAVIOURS: dict[str, Rule] = {"pointwise": _pointwise, "movement": _moved}
 
 # ------------------------------------------------------------------ behaviour of another operator
 def _alike(op: OpOverload, other: OpOverload) -> Rule:
-    rule = TAUGHT.get(other) or _built_in(other)
+    rule = TAUGHT.get(other) or _built_in(other) or _composed(op, other)
     if rule is None:
         raise ZipError(f"{op.name()} can not be taught as {other.name()}, which has no rule itself")
     ours, theirs = ({a.name: a for a in o._schema.arguments} for o in (op, other))
@@ -225,3 +226,29 @@ def _alike(op: OpOverload, other: OpOverload) -> Rule:
         return found if isinstance(found, tuple) else (found,) * len(_results(call))
 
     return as_other
+
+
+def _composed(op: OpOverload, other: OpOverload) -> Rule | None:
+    """What the operations tell that an operator is made of: it is run on the same tensors."""
+    if other._schema.is_mutable or not made_of_others(other):
+        return None
+
+    def through_others(call: Call) -> tuple[Labels, ...]:
+        where = f"{op.name()} is registered as {other.name()} ({call.ledger.where})"
+        try:
+            found = call.see(other, *call.args, **call.kwargs)
+        except Exception as error:
+            raise ZipError(
+                f"{where}, which does not take these arguments: {first_line(error)}. Register a "
+                "function, or an operator that behaves alike"
+            ) from error
+        tensors = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+        shapes, wanted = ([tuple(t.shape) for t in ts] for ts in (tensors, _results(call)))
+        if shapes[: len(wanted)] != wanted:
+            raise ZipError(
+                f"{where}, but that gives {shapes} here, and {op.name()} {wanted}: numbers such as "
+                "a stride are known by their names. Register a function"
+            )
+        return tuple(call.of(t) for t in tensors[: len(wanted)])
+
+    return through_others

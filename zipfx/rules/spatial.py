@@ -23,7 +23,7 @@ from zipfx.labels import (
     vector,
 )
 from zipfx.ledger import Ledger
-from zipfx.rules.call import Call, carried, first, rule
+from zipfx.rules.call import Call, carried, first, rule, whole
 from zipfx.rules.contraction import add_bias, contract, note_reading, produce, without
 from zipfx.rules.pointwise import join
 
@@ -34,11 +34,16 @@ from zipfx.rules.pointwise import join
 def _convolution(call: Call) -> Labels:
     name = "input" if call.arg("input") is not None else "self"
     x, w = call.labels(name), call.labels("weight")
+    slides = {d for d in range(2, len(x.shape)) if not _still(call, d - 2, w.shape[d])}
+    return convolved(call, x, w, slides, transposed=bool(call.arg("transposed")))
+
+
+def convolved(
+    call: Call, x: Labels, w: Labels, slides: set[int], *, transposed: bool = False
+) -> Labels:
+    """A convolution of x that moves values along the dimensions `slides`."""
     ledger, ndim, groups = call.ledger, len(x.shape), int(call.arg("groups"))
-    transposed = bool(call.arg("transposed"))
     shape = tuple(call.result.shape)
-    kernel = set(range(2, ndim))
-    slides = {d for d in kernel if not _still(call, d - 2, w.shape[d])}
     w = _flat(ledger, w)
     x = slide(ledger, x, slides)
     x = replace(x, fixed=beyond(x.fixed, slides))
@@ -57,6 +62,20 @@ def _convolution(call: Call) -> Labels:
     if bias is None:
         return product
     return add_bias(ledger, product, placed(call.of(bias), {0: 0}, ndim - 1))
+
+
+@rule("conv_tbc")
+def _convolution_of_steps(call: Call) -> Labels:
+    """(T, B, C), by a kernel (width, C, new C)."""
+    x, w = call.labels("self"), call.labels("weight")
+    features, fixed = (tuple(s.movedim(0, 2) for s in slots) for slots in (w.features, w.fixed))
+    w = Labels((*w.shape[1:], w.shape[0]), features, fixed, w.kind)
+    x = slide(call.ledger, x, {0})
+    frame = {0: 0, 1: 1, 2: 3}, {0: 3, 1: 2}
+    shape = tuple(call.result.shape)
+    y = without(contract(call.ledger, x, _flat(call.ledger, w), frame, 3), 3, shape)
+    y = replace(y, fixed=(*beyond(y.fixed, {0}), *positions(shape, [0])))
+    return add_bias(call.ledger, y, call.labels("bias"))
 
 
 def _still(call: Call, i: int, width: int) -> bool:
@@ -191,22 +210,18 @@ def _split(lab: Labels, groups: int) -> Labels:
     return Labels((groups, lab.shape[0] // groups, *lab.shape[1:]), features, fixed, lab.kind)
 
 
-def slide(ledger: Ledger, x: Labels, spatial: set[int]) -> Labels:
+_SLIDES = "an operation slides along a feature axis: blocks keep their inner order"
+
+
+def slide(ledger: Ledger, x: Labels, spatial: set[int], reason: str = _SLIDES) -> Labels:
     """An operation that sees neighbours along `spatial`: features along it move as wholes.
 
     Where they are only missing at some positions (zero padding) they do not lie along it.
     """
-    reason = "an operation slides along a feature axis: blocks keep their inner order"
     slots = []
     for s in x.features:
-        if support(s) & spatial:
-            whole = s.amax(sorted(support(s) & spatial), keepdim=True)
-            s = (
-                whole
-                if bool(((s == whole) | (s == 0)).all())
-                else ledger.collapse(s, spatial, reason)
-            )
-        slots.append(s)
+        rest = whole(ledger, s, spatial)
+        slots.append(ledger.collapse(s, spatial, reason) if rest is None else rest)
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
@@ -262,6 +277,14 @@ def _resample(call: Call) -> Labels:
         return replace(y, kind=max(x.kind, where.kind))
     where = slide(call.ledger, where, spatial)  # of every channel its own
     return join(call.ledger, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
+
+
+@rule("affine_grid_generator")
+def _grid(call: Call) -> Labels:
+    """Where pixels are read, by a matrix for every image."""
+    theta, shape = call.labels("theta"), tuple(call.result.shape)
+    call.ledger.pin(theta.features, "says which pixels are read")
+    return Labels(shape, (), positions(shape), theta.kind)
 
 
 @rule("col2im")

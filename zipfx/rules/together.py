@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Labels, beyond, narrow, place, placed, positions, support
 from zipfx.ledger import Ledger
-from zipfx.rules.call import Call, carried, first, rule
+from zipfx.rules.call import Call, carried, first, pinned_along, rule
 from zipfx.rules.pointwise import join, reduce, told
 
 
@@ -120,14 +120,42 @@ def _each(change: Callable[[Tensor], Tensor], lab: Labels, shape: tuple[int, ...
     return replace(lab, shape=shape, features=features, fixed=fixed)
 
 
-@rule("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "logcumsumexp")
-def _softmax(call: Call) -> Labels:
+@rule(
+    "_softmax",
+    "_safe_softmax",
+    "_log_softmax",
+    *"cumsum cumprod cummax cummin".split(),
+    "logcumsumexp",
+)
+def _softmax(call: Call) -> Labels | tuple[Labels, ...]:
     x = call.of(call.arg("self"))
     dim = int(call.arg("dim")) % max(1, len(x.shape))
     if "cum" in str(call.op):
         call.ledger.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
         x = replace(x, fixed=(*x.fixed, *positions(x.shape, [dim])))
-    return _normalise(call, x, together(call.ledger, x, {dim}), ())
+    y = _normalise(call, x, together(call.ledger, x, {dim}), ())
+    return (y, y) if isinstance(call.result, tuple) else y
+
+
+@rule("renorm")
+def _renorm(call: Call) -> Labels:
+    """Every slice is divided by its norm, if that is too large."""
+    x = call.labels("self")
+    dim = int(call.arg("dim")) % len(x.shape)
+    return _normalise(call, x, together(call.ledger, x, set(range(len(x.shape))) - {dim}), ())
+
+
+@rule("trace")
+def _trace(call: Call) -> Labels:
+    """The sum of a diagonal, whose entries have a row and a column each."""
+    x, n = call.labels("self"), min(call.arg("self").shape)
+    features, fixed = (
+        tuple(narrow(s.expand(x.shape).diagonal().clone()) for s in slots)
+        for slots in (x.features, x.fixed)
+    )
+    diagonal = join(call.ledger, [Labels((n,), features, fixed, x.kind)], (n,))
+    y = together(call.ledger, diagonal, {0})
+    return Labels((), tuple(s.squeeze(0) for s in y.features), (), x.kind)
 
 
 @rule(
@@ -202,6 +230,15 @@ def _sort(call: Call) -> tuple[Labels, ...]:
     ranks = positions(shape, [dim])
     y = Labels(shape, x.features, (*beyond(x.fixed, {dim}), *ranks), x.kind)
     return y, replace(y, pending=held)
+
+
+@rule("_pdist_forward")
+def _distances(call: Call) -> Labels:
+    """Of every two rows, one after the other."""
+    x, shape = call.labels("self"), tuple(call.result.shape)
+    x = pinned_along(call.ledger, x, {0}, "rows are compared in pairs, in their order")
+    together(call.ledger, x, {1})
+    return Labels(shape, (), positions(shape), x.kind)
 
 
 @rule("_euclidean_dist", "_cdist_forward")
