@@ -62,7 +62,9 @@ class Place(ByValue):
     values are those of the blocks themselves (attention scores), not those of the features inside;
     mixed: whether the occurrences are features of another space, in any order (what all heads scale
     alike), or only some of another lie here; sizes: of the result along `dims`, on the example
-    inputs; inner: an address inside the node; after: a later node that finishes the value in place.
+    inputs; inner: an address inside the node; after: a later node that finishes the value in place;
+    chosen: whether its rows are others in every model (sent there by what the model has computed),
+    so that features can not be compared here.
     """
 
     node: str
@@ -76,6 +78,7 @@ class Place(ByValue):
     sizes: tuple[int, ...] = ()
     inner: Address | None = None
     after: str | None = None
+    chosen: bool = False
 
 
 @dataclass(frozen=True, eq=False)
