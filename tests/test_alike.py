@@ -355,3 +355,22 @@ def test_numbers_do_not_depend_on_weights() -> None:
     found = [number(trace(built(net, seed), inputs=x), x) for seed, net in enumerate(WAYS)]
     assert len({numbers.gives[-1] for numbers in found}) == 1
     assert len({tuple(sorted(use.number for use in numbers.uses)) for numbers in found}) == 1
+
+
+def test_inputs_must_be_those_of_model_0() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h = nn.Linear(5, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.h(self.a(x).relu())
+            return y
+
+    class Two(One):
+        def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+            y: Tensor = self.h(self.a(x).relu() * scale)
+            return y
+
+    with pytest.raises(zipfx.ZipError, match=r"model 1 uses an input 'scale'.*one signature"):
+        zipfx.zip([One(), Two()], [torch.randn(4, 5)], partial="a", progress=False)

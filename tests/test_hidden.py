@@ -4,6 +4,7 @@ so is what can not be averaged, traced or read, with a message that says what to
 from __future__ import annotations
 
 import functools
+import re
 import types
 import warnings
 from collections.abc import Callable
@@ -187,6 +188,8 @@ def test_a_bound_forward_is_one_of_the_copy() -> None:
 class Scaled(nn.Module):
     """A leaf to a tracer that says so, with settings of all kinds."""
 
+    used = True
+
     def __init__(self, **changed: Any) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(16, 16))
@@ -199,7 +202,11 @@ class Scaled(nn.Module):
             setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.partial(self.act(F.linear(x, self.w))) * self.scale * self._scale
+        y = self.partial(self.act(F.linear(x, self.w))) * self.scale * self._scale
+        if not self.used:
+            return y
+        y = y * (1 + self.table.sum()) * float(self.array.sum()) * self.bank.a
+        return y + self.options["deep"][1][1].sum()
 
 
 class Leaves(fx.Tracer):
@@ -236,6 +243,10 @@ def test_settings_of_leaves_are_compared(changed: dict[str, Any], says: str) -> 
         return
     with pytest.raises(ZipError, match=says):
         merge(models, DATA, **options)
+    if changed.keys() & {"table", "array", "options", "bank"}:  # of what nothing uses it is a note
+        models[0][1].used = models[1][1].used = False
+        notes = merge(models, DATA, **options).meta["zipfx"].notes
+        assert any(re.search(says, note) for note in notes)
 
 
 def test_text_says_what_computes_the_same() -> None:

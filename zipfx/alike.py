@@ -55,6 +55,8 @@ def aligned(
         ZipError: they do not compute the same; the message names the last cut that works.
     """
     odd = {k: m for k, m in enumerate(modules) if k and mismatch(modules[0], m, last) is not None}
+    for k, module in odd.items():
+        _check_inputs(modules[0], module, k)
     notes = [
         note
         for k, module in enumerate(modules)
@@ -75,6 +77,23 @@ def aligned(
         notes += told
     notes += more
     return Aligned(found, last, notes)
+
+
+def _check_inputs(first: fx.GraphModule, other: fx.GraphModule, k: int) -> None:
+    """Check that a model takes what the first one takes, one by one, with the same defaults."""
+    ours, theirs = ([n for n in m.graph.nodes if n.op == "placeholder"] for m in (first, other))
+    for x, y in zip(ours, theirs, strict=False):
+        if (x.users or y.users) and str(x.args) != str(y.args):
+            raise ZipError(
+                f"models 0 and {k} do not correspond at their inputs {str(x.target)!r} and "
+                f"{str(y.target)!r}: default {x.args} against {y.args}. Give them one signature"
+            )
+    for y in theirs[len(ours) :]:
+        if y.users:
+            raise ZipError(
+                f"model {k} uses an input {str(y.target)!r}, and model 0 has no such: give them "
+                "one signature"
+            )
 
 
 def _split(

@@ -29,7 +29,7 @@ def hooked(model: nn.Module) -> list[str]:
     return [
         path
         for path, module in model.named_modules()
-        if any(hook for kind in _HOOKS[:4] for hook in vars(module).get(kind) or ())
+        if any(vars(module).get(kind) for kind in _HOOKS[:4])
     ]
 
 
