@@ -17,7 +17,7 @@ ORDER = """
     tap draw spaces labels ledger shadow untouched tracers example trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
-    interpret nesting occurrences group places mapping verify analyze calibrate replay
+    interpret twofold nesting occurrences known group places mapping verify analyze calibrate replay
     correspond observe fuse pairing weigh heads rewrite recipe assemble opaque unfold targets
     refit repair report zip files
 """.split()

@@ -58,7 +58,8 @@ class Place:
     values are those of the blocks themselves (attention scores), not those of the features inside;
     mixed: whether the occurrences are features of another space, in any order (what all heads scale
     alike), or only some of another lie here; sizes: of the result along `dims`, on the example
-    inputs; inner: an address inside the node; after: a later node that finishes the value in place.
+    inputs; inner: an address inside the node; after: a later node that finishes the value in place;
+    also: (dims, index) of where else in the value they lie (the rows and the columns of a matrix).
     """
 
     node: str
@@ -72,6 +73,7 @@ class Place:
     sizes: tuple[int, ...] = ()
     inner: Address | None = None
     after: str | None = None
+    also: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
 
 
 @dataclass(frozen=True)

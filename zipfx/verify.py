@@ -191,10 +191,11 @@ def cycle(order: Tensor, blocks: Sequence[int] = ()) -> Tensor:
 def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[str, Tensor]) -> Any:
     for space in spaces:
         for place in space.places:
-            if place.node == node and place.inner is None:
-                source = torch.arange(math.prod(value.shape[d] for d in place.dims))
-                source[place.index.flatten()] = place.index[orders[space.name]].flatten()
-                value = select(value, place.dims, source.to(value.device))
+            found = place.node == node and place.inner is None
+            for dims, index in ((place.dims, place.index), *place.also) if found else ():
+                source = torch.arange(math.prod(value.shape[d] for d in dims))
+                source[index.flatten()] = index[orders[space.name]].flatten()
+                value = select(value, dims, source.to(value.device))
     return value
 
 
