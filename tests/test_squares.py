@@ -178,3 +178,20 @@ def test_ancestors_by_rows_and_by_columns() -> None:
     child, parent, side = np.array([0, 0, 1, 2]), np.array([1, 2, 3, 4]), np.array([0, 1, -1, -1])
     found = set(zip(*(ends.tolist() for ends in closure(child, parent, side, 5)), strict=True))
     assert found == {(0, 1, 0), (0, 2, 1), (1, 3, 0), (2, 4, 0), (0, 3, 0), (0, 4, 1)}
+
+
+# ------------------------------------------------------------------ what is not found
+@pytest.mark.xfail(strict=True, reason="an entry of a triangle lies in two rows, in no order")
+def test_the_triangle_of_a_gram_matrix() -> None:
+    model = Net(lambda s, x: s.h(gram(s.a(x)).flatten(1)[:, TRIANGLE]), a=nn.Linear(5, 4),
+                h=nn.Linear(10, 3))  # fmt: skip
+    assert sizes(model, data(6, 5)) == [FOUR]
+
+
+@pytest.mark.xfail(strict=True, reason="an entry of a cube lies in three blocks of one class")
+def test_products_of_three_features() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        return s.h((outer(y, y)[..., None] * y[:, None, None]).flatten(1))
+
+    assert sizes(Net(forward, a=nn.Linear(5, 4), h=nn.Linear(64, 3)), data(5)) == [FOUR]
