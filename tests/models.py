@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zipfx.tensors import constant_names
+
 IMAGE, VECTOR = (3, 4, 4), (5,)
 
 
@@ -47,9 +49,10 @@ NETS: dict[str, Net] = {}
 def randomise(model: nn.Module, seed: int) -> nn.Module:
     """Weights of unit gain, and biases, affines and running statistics that differ by feature."""
     generator = torch.Generator().manual_seed(seed)
+    constants = constant_names(model)
     with torch.no_grad():
         for name, t in [*model.named_parameters(), *model.named_buffers()]:
-            if not t.is_floating_point():
+            if not t.is_floating_point() or name in constants:
                 continue
             noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
             if "running_mean" in name or name.endswith("bias"):
@@ -251,7 +254,7 @@ class BufferPosition(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.h = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1)
-        self.register_buffer("step", torch.ones(4), persistent=False)
+        self.register_buffer("step", torch.tensor([0.3, -0.2, 0.7, 0.1]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.h(torch.tanh(self.a(x) + torch.sin(3 * self.step)))

@@ -157,9 +157,7 @@ def test_an_identity_in_the_kernel_of_a_grouped_convolution() -> None:
     assert sizes(model, data(3, 5, 5)) == [(2, ()), (6, (3, 3))]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is overwritten has no feature: no diagonal is seen"
-)
+@pytest.mark.xfail(strict=True, reason="what is overwritten has no feature: no diagonal is seen")
 def test_a_diagonal_that_is_overwritten() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         return s.h(s.a(x) @ s.w.clone().fill_diagonal_(0.0))

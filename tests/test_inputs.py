@@ -188,7 +188,7 @@ def test_models_without_parameters_zip_to_one_of_them() -> None:
     [
         (torch.randn(2, 4), r"fails on example_inputs.*Pass inputs that the model"),
         ("text", r"fails on example_inputs|can not trace"),
-        ((), r"fails on example_inputs|can not trace"),
+        ((), r"do not fit the model's forward: missing a required argument"),
         ((torch.randn(2, 3), 1, 2), r"do not fit the model's forward: too many positional"),
         (None, r"fails on example_inputs|can not trace"),
     ],

@@ -11,15 +11,17 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors precision plain table statistics moments ridge matrices
-    match.protocol match.identity match.permute match.greedy
+    errors checks modes values naming precision plain disk container table statistics moments ridge
+    matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched tracers example trace standins layers
+    tap draw spaces labels ledger shadow untouched memory tensors hidden copies calls tracers
+    example tidy trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
     interpret twofold nesting occurrences known group places mapping verify analyze calibrate replay
-    correspond observe fuse pairing weigh heads rewrite recipe assemble opaque unfold targets
-    refit repair report zip files
+    correspond observe fuse pairing weigh heads rewrite stored recipe made numbering alike
+    assemble opaque unfold targets
+    refit repair report zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420

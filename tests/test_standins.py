@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,10 +18,9 @@ from torch.utils._pytree import tree_flatten
 import zipfx
 from zipfx import plain
 from zipfx.standins import described, drawn
+from zipfx.values import same
 
-plain_values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3)
-)
+plain_values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
 tensors = st.builds(
     lambda shape, dtype, n: torch.full(shape, n).to(dtype),
     st.lists(st.integers(0, 3), max_size=3),
@@ -41,12 +42,14 @@ trees = st.recursive(
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(trees)
 def test_stand_ins_are_like_what_they_stand_for(value: Any) -> None:
-    found = drawn(json.loads(json.dumps(described(value))), torch.device("cpu"))
+    text = json.dumps(described(value), allow_nan=False)
+    found = drawn(json.loads(text), torch.device("cpu"))
     (ours, structure), (theirs, other) = tree_flatten(value), tree_flatten(found)
     assert structure == other
     for a, b in zip(ours, theirs, strict=True):
         if not isinstance(a, Tensor):
-            assert (type(a), a) == (type(b), b)
+            assert type(a) is type(b)
+            assert same(a, b)
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if not (a.is_floating_point() or a.is_complex()):
@@ -60,7 +63,25 @@ def test_stand_ins_are_like_what_they_stand_for(value: Any) -> None:
         (described(torch.ones(2).to_sparse()), "hold a torch.Tensor, which is not stored"),
         ({"shape": [2], "dtype": "nothing", "largest": None}, "no dtype of torch"),
         ({"shape": [-2], "dtype": "int64", "largest": 1}, "can not be drawn"),
-        ({"size": 3}, "can not be drawn from {'size': 3}"),
+        ({"size": 3}, "{'size': 3} describes no example inputs"),
+        ({"shape": [2, 1e400], "dtype": "int64", "largest": 1}, "describes no example inputs"),
+        ({"shape": [2**70], "dtype": "int64", "largest": 1}, "can not be drawn"),
+        ({"shape": [1] * 65, "dtype": "int64", "largest": 1}, "can not be drawn"),
+        ({"shape": [2], "dtype": "int64", "largest": 10**30}, "can not be drawn"),
+        ({"shape": [2], "dtype": "uint8", "largest": 256}, "can not be drawn"),
+        ({"shape": [2], "dtype": "quint8", "largest": 1}, "can not be drawn"),
+        ({"shape": [2], "dtype": "hub", "largest": 1}, "has no dtype of torch: 'hub'"),
+        (
+            {"shape": [2**24], "dtype": "int8", "largest": 1},
+            "for 8,388,608 entries in all: pass ex",
+        ),
+        (
+            {"list": [{"shape": [2**12, 2**10], "dtype": "int8", "largest": 1}] * 3},
+            r"a tensor of shape \[4096, 1024\], and .* 8,388,608 entries in all: pass",
+        ),
+        ({"tuple": [[1]]}, r"\[1\] describes no example inputs"),
+        ({"float": "1"}, "describes no example inputs"),
+        ({"list": 3}, "describes no example inputs"),
     ],
 )
 def test_what_can_not_be_stood_in_for(description: Any, says: str) -> None:
@@ -87,7 +108,7 @@ class Outer:
             st.text(),
             st.builds(
                 Inner,
-                st.lists(st.floats(allow_nan=False)).map(tuple),
+                st.lists(st.floats()).map(tuple),
                 st.none() | st.tuples(st.integers(), st.text()),
             ),
         ),
@@ -96,7 +117,45 @@ class Outer:
 )
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_dataclasses_come_back(value: Outer) -> None:
-    assert plain.read(Outer, plain.written(value)) == value
+    text = plain.written(value)
+    assert same(dataclasses.astuple(plain.read(Outer, text)), dataclasses.astuple(value))
+    assert plain.written(plain.read(Outer, text)) == text
+
+
+def test_json_is_strict_but_what_was_not_is_read() -> None:
+    text = plain.written(Inner((math.nan, math.inf, -math.inf, 1e308, -0.0)))
+    assert text == '{"numbers": ["nan", "inf", "-inf", 1e+308, -0.0], "both": null}'
+    old = '{"numbers": [NaN, Infinity, -Infinity, 1e400]}'
+    assert same(plain.read(Inner, old).numbers, (math.nan, math.inf, -math.inf, math.inf))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Inner((), (1, object())), "a object is no plain value"),  # type: ignore[arg-type]
+        (Outer({}, {1, 2}), "a set is no plain value"),
+        (Outer({}, torch.ones(2)), "no plain value|only one element|Tensor with 2 elements"),
+    ],
+)
+def test_what_is_not_plain_is_not_written(value: Any, says: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        plain.written(value)
+
+
+def test_what_lies_deep_is_neither_written_nor_read() -> None:
+    deep: Any = 1
+    for _ in range(99):
+        deep = [deep]
+    assert plain.read(Outer, plain.written(Outer({}, deep))).more == deep
+    for value in ([deep], {"a": deep}):
+        with pytest.raises(ValueError, match="more than 100 deep"):
+            plain.written(Outer({}, value))
+    for text in ("[" * 10**6, '{"a":' * 10**5, r'"\\"' + "[" * 101):
+        with pytest.raises(ValueError, match="more than 100 deep"):
+            plain.parsed(text)
+    for text in ('"' + "[" * 200 + '"', r'"\"[' + "[" * 200 + '"', "[]" * 200):
+        with pytest.raises(ValueError, match="Extra data") if text[0] == "[" else nullcontext():
+            plain.parsed(text)
 
 
 @pytest.mark.parametrize("text", ["[", "[]", "null", "{}"])

@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from zipfx.calls import in_order
+from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
 from zipfx.group import Grouping, group
+from zipfx.hidden import check_visible
 from zipfx.interpret import Facts, interpret, module_path
 from zipfx.labels import Kind
 from zipfx.mapping import find_spaces
+from zipfx.modes import own_modes
 from zipfx.spaces import NodeInfo, SpaceMap
 from zipfx.trace import trace
 from zipfx.verify import failing_spaces
@@ -69,6 +73,7 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
 
 
+@own_modes()
 def analyze(
     model: nn.Module,
     example_inputs: Any,
@@ -81,7 +86,8 @@ def analyze(
 
     Args:
         model: a module that `torch.fx` can trace.
-        example_inputs: the input (a tensor), or a tuple of positional arguments. Any batch size.
+        example_inputs: the input (a tensor), a tuple of positional arguments, or a dict of
+            arguments by name. Any batch size.
         verify: permute every space in float64 and compare; what changes the function is pinned.
         seed: of the permutations that verification draws (global RNG state is left alone).
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
@@ -100,10 +106,16 @@ def analyze(
     >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
     [('0', 8)]
     """
-    inputs = as_inputs(example_inputs)
-    return run_analysis(
-        trace(model, tracer, inputs=inputs), inputs, verify=verify, seed=seed
-    ).spaces
+    check_visible(model, "the model")
+    seed = whole("seed", seed) % 2**64
+    named = isinstance(example_inputs, Mapping)
+    args, kwargs = ((), example_inputs) if named else (as_inputs(example_inputs), {})
+    try:
+        inputs, by_name = in_order(model.forward, args, kwargs)
+    except TypeError as error:
+        raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
+    module = trace(model, tracer, inputs=inputs, by_name=by_name)
+    return run_analysis(module, inputs, verify=verify, seed=seed).spaces
 
 
 def run_analysis(

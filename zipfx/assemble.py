@@ -19,7 +19,10 @@ from zipfx.matrices import Merge, Pairs
 from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
-from zipfx.trace import named_tensors
+from zipfx.tensors import constant_names, named_tensors
+from zipfx.trace import EXPECTS
+
+_MADE = (Kind.WEIGHT, Kind.CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Assembly:
         nodes = list(source.graph.nodes)
         root, unused = self._planted(nodes, [])
         graph = fx.Graph()
-        seen = copy_trunk(graph, nodes[:-1])
+        seen = copy_trunk(graph, nodes[:-1], source.meta[EXPECTS])
         graph.output(fx.node.map_arg(nodes[-1].args[0], seen.__getitem__))
         notes = [
             f"kept though the traced graph does not use it: {', '.join(names)}"
@@ -56,7 +59,7 @@ class Assembly:
         nodes = [list(module.graph.nodes) for module in self.modules]
         root, unused = self._planted(trunk, plans)
         graph = fx.Graph()
-        seen = copy_trunk(graph, trunk)
+        seen = copy_trunk(graph, trunk, source.meta[EXPECTS])
         copies = {i: seen[n] for i, n in enumerate(nodes[0]) if n in seen}
         graph.output(
             tuple(copy_head(graph, root, nodes[k], copies, p, k) for k, p in enumerate(plans))
@@ -94,29 +97,45 @@ class Assembly:
             )
 
     def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """Without weights that were fetched before the cut, but only for what comes after it."""
-        facts, kept = self.analysis.facts.until(len(nodes) - 1).nodes, set(nodes)
-        for i, node in reversed(list(enumerate(nodes))):
-            idle = facts[i].kind in (Kind.WEIGHT, Kind.CONSTANT) and not kept & set(node.users)
-            if idle:
-                kept.discard(node)
-        return [node for node in nodes if node in kept]
+        """Without weights and constants that were made before the cut, but only for what comes
+        after it; of those that are needed, what writes to them in place is needed, too."""
+        facts = self.analysis.facts.until(len(nodes) - 1).nodes
+        at = {node: i for i, node in enumerate(nodes)}
+        writers: dict[int, list[int]] = {}
+        for i in range(len(nodes)):
+            for owner in facts[i].writes:
+                writers.setdefault(owner, []).append(i)
+
+        def idle(i: int) -> bool:
+            """Whether a node does nothing but make weights and constants."""
+            kinds = [facts[o].kind if o >= 0 else Kind.DATA for o in facts[i].writes]
+            return all(kind in _MADE for kind in kinds or [facts[i].kind])
+
+        stack = [i for i in range(len(nodes)) if not idle(i)]
+        needed = set(stack)
+        while stack:
+            for source in nodes[stack.pop()].all_input_nodes:
+                j = at[source]
+                new = {j, *(w for owner in facts[j].owners for w in writers.get(owner, ()))}
+                stack += new - needed
+                needed |= new
+        return [node for i, node in enumerate(nodes) if i in needed]
 
     def _trunk_value(self) -> ValueOf:
         analysis, modules = self.analysis, self.modules
         corresponding = counterparts(modules, analysis.grouping.last)
         known = named_tensors(modules[0])
         named = {id(t): name for name, t in known.items()}
+        learned = set(known) - constant_names(modules[0])
         shapes = {name: t.shape for name, t in known.items()}
         matchings = {name: matching for name, (matching, _) in self.matched.items()}
         maps = plan(list(analysis.spaces), matchings, shapes, len(modules))
         blank: list[list[Move]] = [[] for _ in modules]
 
         def value(path: str, t: Tensor) -> Tensor:
-            tensors = corresponding.get(id(t), [t])
-            if not inexact(t) or len(tensors) == 1:
+            tensors, name = corresponding.get(id(t), [t]), named.get(id(t), path)
+            if not inexact(t) or len(tensors) == 1 or name not in learned:
                 return t.detach().clone()
-            name = named.get(id(t), path)
             if name in analysis.spaces.variances:
                 return fuse_variance(tensors, self._parts(name))
             return fuse(tensors, maps.get(name, blank))
@@ -136,9 +155,10 @@ class Assembly:
         plans = []
         for k, module in enumerate(self.modules):
             by_index = {i: self.matched[s.name][0] for i, s in enumerate(first.spaces)}
-            if k == 0 or same_graph(self.modules[0], module):
+            named = named_tensors(module).keys() == named_tensors(self.modules[0]).keys()
+            if k == 0 or (named and same_graph(self.modules[0], module)):
                 found, facts = first.grouping, first.facts
-            else:  # a head of its own: its labels have their own numbers
+            else:  # a head, or names, of its own: its labels have their own numbers
                 mine = run_analysis(module, self.inputs, verify=False).cut(first.grouping.last)
                 facts = mine.facts
                 by_index = self._translate(mine)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zipfx.calls import in_order, spelled, surplus
+from zipfx.checks import whole
 from zipfx.errors import ZipError
-from zipfx.trace import leaves, map_tensors
+from zipfx.modes import as_caller
+from zipfx.tensors import leaves, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_NO_BATCH = object()
+_NO_LOADERS = (Tensor, np.ndarray, Mapping, str, bytes, nn.Module)  # though they can be iterated
 BatchToArgs = Callable[[Any], Any]
 
 
@@ -27,35 +32,62 @@ class Calibration:
     """Batches that can be run through as often as needed.
 
     loaders: one iterable of batches, or one per model (taken in turns).
-    max_samples: at most this many samples, over all loaders together (None: all).
+    max_samples: at most this many samples of each loader (None: all); no batch is asked for beyond.
+    A batch whose tensors have no first dimension in common counts as one sample.
+    dropped: entries of a batch that forward is not given.
     """
 
     loaders: tuple[Iterable[Any], ...]
     batch_to_args: BatchToArgs | None = None
     max_samples: int | None = None
     device: torch.device | None = None
+    dropped: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
         return (arguments for _, arguments in self.by_source())
 
     def by_source(self) -> Iterator[tuple[int, Arguments]]:
-        """The same batches, each with the number of the loader that it comes from."""
-        left, seen = self.max_samples, set()
-        for source, batch in _in_turns(self.loaders):
-            seen.add(source)
-            args, kwargs = self._arguments(batch)
-            size = batch_size((args, kwargs))
-            if left is not None:
-                if left <= 0:
-                    return
+        """The same batches, each with the number of the loader that it comes from; none is empty.
+
+        Raises:
+            ZipError: a batch that can not be read; a loader without a sample.
+        """
+        with as_caller():
+            turns = {source: iter(loader) for source, loader in enumerate(self.loaders)}
+        seen: dict[int, float] = dict.fromkeys(turns, 0)
+        empty = False
+        while turns:
+            for source in list(turns):
+                with as_caller():
+                    batch = next(turns[source], _NO_BATCH)
+                    found = None if batch is _NO_BATCH else self._arguments(batch)
+                if found is None:
+                    del turns[source]
+                    continue
+                arguments = found[0], {k: v for k, v in found[1].items() if k not in self.dropped}
+                size = batch_size(arguments)
+                if size == 0:
+                    empty = True
+                    continue
+                left = math.inf if self.max_samples is None else self.max_samples - seen[source]
                 if size is not None and size > left:
-                    args, kwargs = first_samples((args, kwargs), left)
-                left -= size or 1
-            yield source, map_tensors(self._move, (args, kwargs))
-        if seen and len(seen) < len(self.loaders):
-            missing = min(set(range(len(self.loaders))) - seen)
-            raise ZipError(f"the loader of model {missing}, calib_loader[{missing}], gave no batch")
+                    arguments = first_samples(arguments, int(left))
+                seen[source] += min(size or 1, left)
+                if seen[source] == self.max_samples:
+                    del turns[source]
+                yield source, map_tensors(self._move, arguments)
+        self._check(seen, empty)
+
+    def _check(self, seen: Mapping[int, float], empty: bool) -> None:
+        missing = [source for source, samples in seen.items() if not samples]
+        if missing and len(self.loaders) > 1:
+            raise ZipError(
+                f"the loader of model {missing[0]}, calib_loader[{missing[0]}], gave no "
+                + ("sample: its batches are empty" if empty else "batch")
+            )
+        if missing and empty:
+            raise ZipError("the calibration data holds no sample: all its batches are empty")
 
     def _move(self, t: Tensor) -> Tensor:
         return t if self.device is None else t.to(self.device)
@@ -74,6 +106,11 @@ class Calibration:
             first = batch[0]
             if isinstance(first, (Tensor, Mapping, list, tuple)):
                 return (first,), {}
+        if isinstance(batch, np.ndarray):
+            raise ZipError(
+                f"a calibration batch is a numpy array {batch.shape} of {batch.dtype}: pass "
+                "tensors, such as torch.from_numpy(batch), or batch_to_args=torch.from_numpy"
+            )
         raise ZipError(
             f"a calibration batch is a {type(batch).__name__}; it must be a tensor, a tuple or "
             "list whose first item is the input, or a dict of forward's keyword arguments. For "
@@ -81,15 +118,15 @@ class Calibration:
         )
 
 
-def _in_turns(loaders: Sequence[Iterable[Any]]) -> Iterator[tuple[int, Any]]:
-    missing = object()
-    for turn in itertools.zip_longest(*loaders, fillvalue=missing):
-        yield from ((i, batch) for i, batch in enumerate(turn) if batch is not missing)
-
-
 def batch_size(arguments: Any) -> int | None:
-    """The common first dimension of all tensors; None if they have none in common."""
-    sizes = {t.shape[0] if t.ndim else None for t in leaves(arguments) if isinstance(t, Tensor)}
+    """The first dimension that all tensors have in common; None if they have none. Numbers, and
+    tensors that are the same for all samples (of length 1), do not count.
+
+    >>> batch_size(((torch.zeros(8, 3), torch.tensor(0.5)), {"position": torch.zeros(1, 3)}))
+    8
+    """
+    sizes = {len(t) for t in leaves(arguments) if isinstance(t, Tensor) and t.ndim}
+    sizes = sizes - {1} or sizes
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -97,7 +134,25 @@ def first_samples(arguments: Any, n: int) -> Any:
     """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
     if batch_size(arguments) is None:
         return arguments
-    return map_tensors(lambda t: t[:n], arguments)
+    return map_tensors(lambda t: t[:n] if t.ndim else t, arguments)
+
+
+class _Kept:
+    """What an iterator gives, drawn as it is asked for, and kept, since it gives it only once."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self._drawn = batches, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        at = 0
+        while True:
+            if at == len(self._drawn):
+                batch = next(self._batches, _NO_BATCH)
+                if batch is _NO_BATCH:
+                    return
+                self._drawn.append(batch)
+            yield self._drawn[at]
+            at += 1
 
 
 def calibration(
@@ -112,9 +167,13 @@ def calibration(
     Raises:
         ZipError: not an iterable, or a list that could be read both ways.
     """
-    if max_samples is not None and max_samples < 1:
-        raise ZipError(f"max_samples is {max_samples}; it must be at least 1, or None for all")
-    if isinstance(data, (Tensor, str, bytes, Mapping)) or not isinstance(data, Iterable):
+    if max_samples is not None:
+        max_samples = whole("max_samples (None: all)", max_samples, 1)
+    if batch_to_args is not None and not callable(batch_to_args):
+        raise ZipError(
+            f"batch_to_args is a {type(batch_to_args).__name__}: it must be a function of a batch"
+        )
+    if isinstance(data, _NO_LOADERS) or not isinstance(data, Iterable):
         raise ZipError(
             f"calib_loader is a {type(data).__name__}; pass an iterable of batches, such as a "
             "DataLoader or a list of tensors (a single batch x: [x])"
@@ -145,12 +204,13 @@ def calibration(
             f"calib_loader is a list of {models} lists, which could be {models} batches or one "
             "loader per model; pass DataLoaders, or lists whose batches are tuples: [(x,), ...]"
         )
-    kept = tuple(list(x) if isinstance(x, Iterator) else x for x in loaders)  # they run once
+    once = {id(x): _Kept(x) for x in loaders if isinstance(x, Iterator)}
+    kept = tuple(once.get(id(x), x) for x in loaders)
     return Calibration(kept, batch_to_args, max_samples, device)
 
 
 def _is_loader(x: Any) -> bool:
-    return isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, list, Mapping, str))
+    return isinstance(x, Iterable) and not isinstance(x, (*_NO_LOADERS, tuple, list))
 
 
 def _of_batches(x: Any) -> bool:
@@ -186,43 +246,70 @@ def fixed_randomness(seed: int) -> Iterator[None]:
             np.random.set_state(legacy)
 
 
-def example_arguments(
-    forward: Callable[..., Any], data: Calibration | None, example: Any, device: torch.device
-) -> tuple[Any, ...]:
-    """Positional arguments to analyse a model with: `example`, or two samples of the first batch.
+def example_batch(example: Any, device: torch.device) -> Arguments:
+    """Example inputs - an input, a tuple of arguments, or a dict of them - as (args, kwargs)."""
+    moved = map_tensors(lambda t: t.to(device), example)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return (moved if isinstance(moved, tuple) else (moved,)), {}
+
+
+def first_call(
+    model: nn.Module, data: Calibration | None, example: Any, device: torch.device
+) -> tuple[tuple[Any, ...], tuple[str, ...], Calibration | None, list[str]]:
+    """What to analyse a model with: `example`, or two samples of the first batch.
+
+    Returns:
+        Its values and the names of the last of them (`calls.in_order`); the data without what
+        forward is not to be given; notes that say what that is.
 
     Raises:
-        ZipError: no data, or a batch that does not fit forward's signature.
+        ZipError: there is no data; a batch does not fit forward's signature, or example_inputs.
     """
-    if example is not None:
-        args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-        args = map_tensors(lambda t: t.to(device), args)
-    else:
-        assert data is not None
+    notes: list[str] = []
+    batch: Arguments | None = None
+    if data is not None:
         batch = next(iter(data), None)
         if batch is None:
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
         args, kwargs = first_samples(batch, 2)
+        dropped, notes = surplus(model, args, kwargs)
+        data = replace(data, dropped=frozenset(dropped))
+        batch = args, {k: v for k, v in kwargs.items() if k not in dropped}
+    if example is None:
+        assert batch is not None
+        return *example_arguments(model.forward, *batch), data, notes
+    found, by_name = example_arguments(model.forward, *example_batch(example, device))
+    if batch is not None:
+        for name, value in batch[1].items():
+            names = [a.name for a in spelled(model.forward, found, by_name)]
+            if value is not None and (name not in names or found[names.index(name)] is None):
+                raise ZipError(
+                    f"batches hold {name!r} and example_inputs do not: the models would be traced "
+                    "without, and the calibration data would be read without; give it in both, or "
+                    "in none"
+                )
+    return found, by_name, data, notes
+
+
+def example_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """`in_order`, for what callers give.
+
+    Raises:
+        ZipError: it does not fit forward's signature.
+    """
     try:
         return in_order(forward, args, kwargs)
     except TypeError as error:
+        taken = ", ".join(inspect.signature(forward).parameters)
         raise ZipError(
-            f"a batch does not fit the model's forward: {error}. Pass batch_to_args=..., a "
-            "function from a batch to the input, a tuple of arguments, or a dict of them"
+            f"a batch does not fit the model's forward: {error} (it takes {taken}"
+            + (f"; the batch has {', '.join(kwargs)}" if kwargs else "")
+            + "). Pass batch_to_args=..., a function from a batch to the input, a tuple of "
+            "arguments, or a dict of them"
         ) from error
-
-
-def in_order(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """One value for every argument of forward, defaults included, as a graph takes them.
-
-    Raises:
-        TypeError: they are not its arguments.
-    """
-    bound = inspect.signature(forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return (*bound.args, *bound.kwargs.values())
 
 
 def guessed_input(model: nn.Module) -> Tensor:
@@ -242,7 +329,8 @@ def guessed_input(model: nn.Module) -> Tensor:
             x = torch.zeros(tried[-1], device=parameter.device)
             x = x.long() if isinstance(layer, nn.Embedding) else x.to(parameter.dtype).normal_()
             try:
-                copy.deepcopy(model).eval()(x)
+                with as_caller():
+                    copy.deepcopy(model).eval()(x)
             except Exception:  # too small, or of another rank: in many ways
                 continue
             return x

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
+from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
+from zipfx.modes import as_caller
 from zipfx.precision import inexact
 from zipfx.spaces import Space
-from zipfx.trace import clone_tensors, leaves, named_tensors
+from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.untouched import untouched
 
 
 def module_paths(node: fx.Node) -> list[str]:
@@ -26,22 +29,47 @@ def module_paths(node: fx.Node) -> list[str]:
 
 
 def last_node(module: fx.GraphModule, partial: str | None) -> int:
-    """Index of the last node of the module named `partial` (None: of the whole graph).
+    """Index of the last node of the module named `partial` (None: of the whole graph); of a
+    container that is not called itself, of what is in it.
 
     Raises:
-        ZipError: no such module, or it is not used; the nearest names are suggested.
+        ZipError: no such module, or it is not used; names that are near in the graph are suggested.
     """
     nodes = list(module.graph.nodes)
     if partial is None:
         return len(nodes) - 1
-    inside = [i for i, node in enumerate(nodes) if partial in module_paths(node)]
-    if inside:
+    inside = [
+        i
+        for i, node in enumerate(nodes)
+        if any(p == partial or p.startswith(f"{partial}.") for p in module_paths(node))
+    ]
+    if inside and partial:
         return inside[-1]
-    known = list(dict.fromkeys(path for node in nodes for path in module_paths(node)))
-    near = difflib.get_close_matches(partial, known, n=3, cutoff=0.4) or known[:5]
-    raise ZipError(
-        f"partial={partial!r} names no module that the model runs; the nearest names are {near}"
-    )
+    known = list(dict.fromkeys(p for node in nodes for p in module_paths(node) if p))
+    raise ZipError(f"partial={partial!r} {_not_a_cut(module, partial, known)}")
+
+
+def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
+    """Why a name is none of a module that runs, and which ones are near it."""
+    leaves = [str(n.target) for n in module.graph.nodes if n.op == "call_module"]
+    around = [leaf for leaf in leaves if partial.startswith(f"{leaf}.")]
+    if around:
+        kind = type(module.get_submodule(around[-1])).__name__
+        return f"lies inside {around[-1]!r}, a {kind} that is one node of the graph: choose that"
+    parts = partial.split(".")
+    prefixes = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
+    near = next(found for p in prefixes if (found := _children(known, p)))
+    ranked = difflib.get_close_matches(partial, near, n=3, cutoff=0) or near[-3:]
+    there = partial in dict(module.named_modules(remove_duplicate=False))
+    what = "is a module that the model does not run" if there else "names no module"
+    return f"{what}; near it in the graph are {sorted(ranked, key=near.index)}"
+
+
+def _children(known: Sequence[str], prefix: str) -> list[str]:
+    """The modules right inside one that run, in the order of the graph."""
+    depth = prefix.count(".") + 2 if prefix else 1
+    inside = (p for p in known if not prefix or p.startswith(f"{prefix}."))
+    return list(dict.fromkeys(".".join(p.split(".")[:depth]) for p in inside))
 
 
 def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[int]) -> int:
@@ -64,19 +92,16 @@ def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[in
     return last
 
 
-def check_models(models: Any) -> None:
-    """At least two modules, with everything on one device and in corresponding dtypes."""
+def check_models(models: Any, *, on_meta: bool = False) -> None:
+    """At least two modules, with everything visible, on one device and in corresponding dtypes;
+    on_meta: they may have shapes only."""
     if not isinstance(models, Sequence) or len(models) < 2:
         count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
         raise ZipError(f"pass a list of at least two models; got {count}")
     for k, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
-        if hasattr(model, "_orig_mod"):
-            raise ZipError(
-                f"model {k} was compiled (torch.compile): pass the module itself, and compile what "
-                "comes out"
-            )
+        check_visible(model, f"model {k}", on_meta=on_meta)
     _check_devices(models)
 
 
@@ -99,59 +124,49 @@ def _check_devices(models: Sequence[nn.Module]) -> None:
             raise ZipError(f"model {k} is spread over devices {kind[0]}; move it to one first")
 
 
-def correspond(modules: Sequence[fx.GraphModule], last: int) -> None:
-    """Check that nodes 0..last of all graphs do the same.
-
-    Raises:
-        ZipError: the first pair of nodes that differs, with both models' settings.
-    """
-    for k in range(1, len(modules)):
-        _correspond(modules[0], modules[k], k, last)
-
-
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     """Whether two traced models correspond to the last node."""
     if len(a.graph.nodes) != len(b.graph.nodes):
         return False
-    try:
-        _correspond(a, b, 1, len(a.graph.nodes) - 1)
-    except ZipError:
-        return False
-    return True
+    return mismatch(a, b, len(a.graph.nodes) - 1) is None
 
 
-def _correspond(a: fx.GraphModule, b: fx.GraphModule, k: int, last: int) -> None:
+def mismatch(a: fx.GraphModule, b: fx.GraphModule, last: int) -> str | None:
+    """The first difference of two graphs up to the node of index `last`, node by node: other
+    operations or settings, shapes, or weights that are shared otherwise (None: there is none)."""
     nodes_a, nodes_b = list(a.graph.nodes), list(b.graph.nodes)
+    at = _positions(a), _positions(b)
     names: dict[str, str] = {}
     owners: dict[int, int] = {}
-    at_a = {n: i for i, n in enumerate(nodes_a)}
-    at_b = {n: i for i, n in enumerate(nodes_b)}
     for i in range(last + 1):
         if i >= len(nodes_b):
-            raise ZipError(
-                f"models 0 and {k} do not correspond: model {k} ends before "
-                f"{describe(nodes_a[i])} of model 0; zip a part with partial=... that both share"
-            )
+            return f"it ends before {describe(nodes_a[i])}"
         x, y = nodes_a[i], nodes_b[i]
-        left, right = _summary(a, x, at_a), _summary(b, y, at_b)
-        if left != right:
-            raise ZipError(
-                f"models 0 and {k} do not correspond at {describe(x)} of model 0 and {describe(y)} "
-                f"of model {k}: {_difference(left, right)}. Only models of one architecture can be "
-                "zipped; if they differ only later, choose partial=... before this node"
-            )
+        found = _difference(_summary(a, x, at[0]), _summary(b, y, at[1]))
+        if found is not None:
+            return f"{describe(x)} and {describe(y)}: {found}"
         if x.op in ("call_module", "get_attr"):
             if names.setdefault(str(x.target), str(y.target)) != y.target:
-                raise ZipError(
-                    f"models 0 and {k} share weights differently: {x.target!r} of model 0 is both "
-                    f"{names[str(x.target)]!r} and {y.target!r} in model {k}"
+                return (
+                    f"weights are shared differently: {x.target!r} of model 0 is both "
+                    f"{names[str(x.target)]!r} and {y.target!r} in the other"
                 )
             for s, t in zip(tensors_at(a, x), tensors_at(b, y), strict=True):
                 if owners.setdefault(id(s), id(t)) != id(t):
-                    raise ZipError(
-                        f"models 0 and {k} tie weights differently at {describe(x)}: a tensor that "
-                        "is one in model 0 is two in the other; tie or untie them alike"
+                    return (
+                        f"weights are tied differently at {describe(x)}: a tensor that is one in "
+                        "model 0 is two in the other"
                     )
+    return None
+
+
+def differing(a: fx.GraphModule, x: fx.Node, b: fx.GraphModule, y: fx.Node) -> str | None:
+    """In what a node of one model differs from a node of another one (None: they do the same)."""
+    return _difference(_summary(a, x, _positions(a)), _summary(b, y, _positions(b)))
+
+
+def _positions(module: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(module.graph.nodes)}
 
 
 def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
@@ -176,7 +191,7 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     if node.op == "call_module":
         leaf = module.get_submodule(str(node.target))
         summary["layer"] = f"{type(leaf).__name__}({leaf.extra_repr()})"
-        summary["settings"] = settings(leaf)
+        summary["settings"] = attributes(leaf)
     elif node.op not in ("get_attr", "output", "placeholder"):
         summary["function"] = str(node.target)
     if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), Tensor):
@@ -189,17 +204,6 @@ def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> d
     return summary
 
 
-def settings(leaf: nn.Module) -> dict[str, str]:
-    """The plain attributes of a module and its children: not all of them are in extra_repr."""
-    plain = (bool, int, float, str, tuple, list, torch.dtype, type(None))
-    return {
-        f"{path}.{key}".lstrip("."): repr(value)
-        for path, module in leaf.named_modules()
-        for key, value in vars(module).items()
-        if key != "training" and not key.startswith("_") and isinstance(value, plain)
-    }
-
-
 class _At(str):
     """A node as an argument: its position in the graph."""
 
@@ -207,7 +211,9 @@ class _At(str):
         return super().__new__(cls, f"node {index}")
 
 
-def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    if a == b:
+        return None
     for key in a:
         if isinstance(a[key], dict) and isinstance(b.get(key), dict):
             names = [n for n in {**a[key], **b[key]} if a[key].get(n) != b[key].get(n)]
@@ -219,19 +225,35 @@ def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return f"{a} against {b}"
 
 
-def check_integers(modules: Sequence[fx.GraphModule], last: int) -> None:
-    """Integer and boolean buffers of a trunk can not be averaged: they must be equal."""
+def check_constants(modules: Sequence[fx.GraphModule], last: int) -> None:
+    """What a trunk holds besides weights can not be averaged, so it must be equal: integer and
+    boolean buffers, buffers that are not persistent, and tensors that are neither."""
     nodes = [list(m.graph.nodes)[: last + 1] for m in modules]
+    constants = constant_names(modules[0])
+    learned = {id(t) for name, t in named_tensors(modules[0]).items() if name not in constants}
     for k in range(1, len(modules)):
         for node, other in zip(nodes[0], nodes[k], strict=True):
             ours, theirs = tensors_at(modules[0], node), tensors_at(modules[k], other)
+            counted = batches_tracked(modules[0], node)
             for s, t in zip(ours, theirs, strict=True):
-                counts = s.ndim == 0  # num_batches_tracked
-                if not inexact(s) and not counts and not torch.equal(s, t):
+                fixed = id(s) not in learned or not inexact(s)
+                if fixed and not any(s is c for c in counted) and not _same(s, t):
+                    kind = "a constant" if inexact(s) else "an integer buffer"
                     raise ZipError(
-                        f"an integer buffer of {describe(node)} differs between models 0 and {k}: "
-                        "it can not be averaged; zip a part before it with partial=..."
+                        f"{kind} of {describe(node)}, {tuple(s.shape)}, differs between models 0 "
+                        f"and {k}: it can not be averaged (only parameters and persistent buffers "
+                        "of real numbers can); zip a part before it with partial=..."
                     )
+
+
+def batches_tracked(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """The counters of the BatchNorms inside a node."""
+    leaf = module.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+    return [b for name, b in leaf.named_buffers() if name.endswith("num_batches_tracked")]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list[Tensor]]:
@@ -271,7 +293,8 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
     shapes = []
     for k, module in enumerate(modules):
         try:
-            result = module(*clone_tensors(inputs))
+            with untouched(named_tensors(module).values()), as_caller():
+                result = module(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in leaves(result) if isinstance(t, Tensor)])

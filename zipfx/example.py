@@ -8,11 +8,12 @@ one that would depend on their data is refused.
 
 from __future__ import annotations
 
+import copy
 import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.calls import Argument
 from zipfx.tracers import Tracer, is_in_place, is_tracing_code, name_of
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
@@ -35,6 +37,23 @@ _ESCAPES = ("tolist", "numpy")
 #: results with as many items as their input has rows or pieces
 _COUNTED = ("split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
 _SHAPE = "a shape"
+
+
+def with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module with another tensor in place of each; what is tied stays tied.
+
+    >>> twin = with_tensors(nn.Linear(2, 3), lambda t: t.to("meta"))
+    >>> twin.weight.device, isinstance(twin.weight, nn.Parameter)
+    (device(type='meta'), True)
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for t in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+            if isinstance(t, nn.Parameter):
+                memo[id(t)] = nn.Parameter(make(t.detach()), t.requires_grad)
+            elif isinstance(t, Tensor):
+                memo[id(t)] = make(t.detach())
+    return copy.deepcopy(module, memo)
 
 
 class ExampleProxy(fx.Proxy):
@@ -137,10 +156,11 @@ class _Watch(TorchDispatchMode):
 class ExampleTracer(Tracer):
     """A `Tracer` that follows Python where it needs values, for the inputs it was given.
 
-    It writes where the model writes: give it a model and inputs of its own.
+    It writes where the model writes: give it a model and inputs of its own. With inputs on the
+    "meta" device nothing is computed but shapes; a model that asks for more can not be traced so.
 
     writes: whether `x += y` is to write into x, as it does in the model, instead of making a new
-    tensor; notes: where forward went by a size, and by which.
+    tensor; notes: where forward went by a size, and by which; most: nodes that a graph may have.
 
     >>> class Rows(nn.Module):
     ...     def forward(self, x):
@@ -153,15 +173,28 @@ class ExampleTracer(Tracer):
     """
 
     def __init__(
-        self, inputs: Sequence[Any], *, writes: bool = False, opened: bool = False
+        self,
+        inputs: Sequence[Any],
+        arguments: Sequence[Argument] | None = None,
+        *,
+        writes: bool = False,
+        opened: bool = False,
     ) -> None:
-        super().__init__(opened=opened)
+        super().__init__(arguments, opened=opened)
         self.inputs, self.writes = list(inputs), writes
         self.shapes = [tuple(t.shape) for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
         self.asked: set[fx.Node] = set()
         self._fresh: list[tuple[fx.Node, str]] = []
         self._notes: dict[str, None] = {}
         self._runs = False
+        self._shapes_only = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(inputs))
+        self.most: int | None = None
+
+    @property
+    def overfull(self) -> bool:
+        """Whether there are more nodes than there may be."""
+        graph = getattr(self, "graph", None)  # there is none before the first node
+        return bool(graph and self.most is not None and len(graph.nodes) > self.most)
 
     @property
     def notes(self) -> list[str]:
@@ -170,8 +203,19 @@ class ExampleTracer(Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module; `is_leaf_module` and the like are as in every `fx.Tracer`."""
+        if self._shapes_only:
+            root = with_tensors(root, lambda t: t.to("meta"))
+        own = set(vars(root))
         with self._recorded_factories():
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
+        if self._shapes_only and (constants := set(vars(root)) - own):
+            raise TraceError(f"forward makes constants, whose values it needs: {sorted(constants)}")
+        return graph
+
+    @property
+    def runs(self) -> bool:
+        """Whether operations are carried out at the moment, and not recorded."""
+        return self._runs
 
     # ---------------------------------------------------------------- recording
     def proxy(self, node: fx.Node) -> ExampleProxy:
@@ -188,6 +232,8 @@ class ExampleTracer(Tracer):
         proxy_factory_fn: Any = None,
     ) -> Any:
         self._keep()
+        if self.overfull:
+            raise TraceError(f"forward makes more than {self.most} nodes with these inputs")
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         assert isinstance(proxy, ExampleProxy)
         self._evaluate(proxy, kind, target, args, kwargs)
@@ -241,7 +287,7 @@ class ExampleTracer(Tracer):
         watch = _Watch()
         self._runs = True
         try:
-            with torch.no_grad(), watch:
+            with torch.no_grad(), watch, self._device():
                 proxy.value = self._run(kind, target, values, options)
         finally:
             self._runs = False
@@ -258,6 +304,10 @@ class ExampleTracer(Tracer):
             proxy.about = next((p.about for p in used if p.given and p.about != _SHAPE), _SHAPE)
         if used and is_in_place(target):
             used[0].given |= proxy.given
+
+    def _device(self) -> AbstractContextManager[Any]:
+        """Where tensors are made that are made of numbers."""
+        return torch.device("meta") if self._shapes_only else nullcontext()
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         if kind == "placeholder":

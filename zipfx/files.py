@@ -7,30 +7,33 @@ inputs, modes, what is tied, and the report. Whatever reads safetensors can read
 
 from __future__ import annotations
 
-import copy
-import importlib
 import importlib.metadata
-import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.calibrate import example_arguments, fixed_randomness
+from zipfx.calibrate import fixed_randomness
+from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.correspond import check_models
+from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
-from zipfx.plain import read, written
-from zipfx.recipe import Recipe, misfit, rebuilt, recipe_of
+from zipfx.made import MADE, as_made, check_as_made
+from zipfx.modes import own_modes
+from zipfx.plain import parsed, read, written
+from zipfx.recipe import Recipe, rebuilt
 from zipfx.report import Report
-from zipfx.rewrite import MergedModule, own_tensors
-from zipfx.standins import TRACED, Traced, drawn
-from zipfx.trace import trace, ways
+from zipfx.retrace import off_meta, retraced
+from zipfx.rewrite import MergedModule
+from zipfx.standins import TRACED, Traced, as_described
+from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
 
-VERSION = 1  # of the format
-KEY = "zipfx"
+#: of the format; 1 had no checksum, and NaN and Infinity in its JSON
+VERSION = 2
+REPORT = "zipfx"
 
 
 @dataclass(frozen=True)
@@ -56,20 +59,28 @@ class Header:
     report: Report
 
 
-def save(merged: fx.GraphModule, path: str | os.PathLike[str]) -> None:
+@own_modes()
+def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
     """Write a merged module to one safetensors file, to be read by `zipfx.load`.
 
     The module is left unchanged. The file holds weights and buffers, which nodes the graph has, and
-    the report; neither code nor data. This needs safetensors: pip install 'zipfx[save]'.
+    the report (but for seconds and bytes); neither code nor data. Equal merges are equal files.
+    This needs safetensors: pip install 'zipfx[save]'.
+
+    The file takes its place at once, when it is complete; if anything fails, what was there stays.
+    A file that is overwritten keeps its mode, and a symbolic link leads to the new file.
 
     Args:
-        merged: the result of `zipfx.zip` or `zipfx.head`, on any device; it may be fine-tuned. If
-            layers of it are replaced, `load` needs models where the same layers are.
+        merged: the result of `zipfx.zip`, `zipfx.head` or `zipfx.load`, on any device; it may be
+            fine-tuned, cast, frozen or moved. What `load` could not bring back is refused: layers
+            that were replaced or wrapped (pruning, LoRA, parametrizations), settings that were
+            changed, hooks, tensors that are no plain ones.
         path: of the file, by custom `*.safetensors`; what is there is overwritten.
 
     Raises:
-        ZipError: safetensors is not installed; or the module is none that `zip` made, or its graph
-            has been changed since.
+        ZipError: safetensors is not installed; or the module is none that `zip` made, or has been
+            changed since; or `path` is that of a folder or a device.
+        OSError: the file can not be written.
 
     >>> import torch, zipfx
     >>> from torch import nn
@@ -83,8 +94,42 @@ def save(merged: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     >>> all(torch.equal(a, b) for a, b in zip(merged(x), again(x)))
     True
     """
-    safetensors = _safetensors()
-    report, traced = (getattr(merged, "meta", {}).get(key) for key in (KEY, TRACED))
+    library()
+    path = text_path(path)
+    report, traced = _of_a_merge(merged)
+    try:
+        tensors = named(merged)
+        for name, t in tensors.items():
+            check_storable(name, t)
+        recipe = check_as_made(merged, report.models, report.partial is not None)
+    except ZipError as error:
+        raise ZipError(
+            f"this merge can not be saved as it is now: {error}. load could not bring that back: "
+            "save a merge before you change it so, or keep it with torch.save"
+        ) from error
+    further = tied(tensors)
+    own = {name: t for name, t in tensors.items() if name not in further}
+    header = Header(
+        VERSION,
+        _version(),
+        torch.__version__,
+        recipe,
+        traced,
+        training=tuple(name for name, m in merged.named_modules() if m.training),
+        frozen=tuple(name for name, p in merged.named_parameters() if not p.requires_grad),
+        tied=further,
+        strides={name: s for name, t in own.items() if (s := strides(t)) is not None},
+        complex=tuple(name for name, t in own.items() if t.is_complex()),
+        report=replace(report, seconds={}, bytes={}),  # of one run: equal merges are equal files
+    )
+    flat = {name: stored(t) for name, t in own.items()}
+    text = _text(header)
+    with replacing(path) as file:
+        write(file, text, flat)
+
+
+def _of_a_merge(merged: Any) -> tuple[Report, Traced]:
+    report, traced = (getattr(merged, "meta", {}).get(key) for key in (REPORT, TRACED))
     if hasattr(merged, "_orig_mod"):
         raise ZipError("the module was compiled (torch.compile): save the one that zip gave")
     if not (
@@ -96,38 +141,28 @@ def save(merged: fx.GraphModule, path: str | os.PathLike[str]) -> None:
             f"a {type(merged).__name__} can not be saved: only what zipfx.zip, zipfx.head or "
             "zipfx.load gave can (torch.load does not bring back all that is needed)"
         )
+    return report, traced
+
+
+def _text(header: Header) -> str:
+    """The header as it is in the file; it is read once, to be sure that it can be."""
     try:
-        recipe = recipe_of(merged, report.models, report.partial is not None)
-    except ZipError as error:
+        text = written(header)
+        if read(Header, text) != header:
+            raise ValueError("it would not come back as it is")
+    except ValueError as error:
+        raise ZipError(f"what is known of this merge can not be written: {error}") from error
+    if len(text) + 100 > LONGEST:  # with its checksum
         raise ZipError(
-            f"this merge can not be saved, since it was changed: {error}. Save it before you "
-            "change its graph, or keep it with torch.save"
-        ) from error
-    tensors = _tensors(merged)
-    tied = _tied(tensors)
-    own = {name: t for name, t in tensors.items() if name not in tied}
-    header = Header(
-        VERSION,
-        _version(),
-        torch.__version__,
-        recipe,
-        traced,
-        training=tuple(name for name, m in merged.named_modules() if m.training),
-        frozen=tuple(name for name, p in merged.named_parameters() if not p.requires_grad),
-        tied=tied,
-        strides={name: s for name, t in own.items() if (s := _strides(t)) is not None},
-        complex=tuple(name for name, t in own.items() if t.is_complex()),
-        report=report,
-    )
-    try:
-        # one entry: several would come in another order each time
-        safetensors.torch.save_file(_stored(own), path, {KEY: written(header)})
-    except (safetensors.SafetensorError, KeyError, ValueError, NotImplementedError) as error:
-        raise ZipError(f"safetensors can not store this module: {first_line(error)}") from error
+            f"this merge has {len(header.recipe.steps):,} nodes, and its header {len(text):,} "
+            f"bytes; load reads {LONGEST:,} at most: keep it with torch.save"
+        )
+    return text
 
 
+@own_modes()
 def load(
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike[str],
     models: Sequence[nn.Module],
     *,
     tracer: fx.Tracer | None = None,
@@ -137,7 +172,8 @@ def load(
 
     The models are left unchanged. What a file does not hold comes from them: layers, with their
     settings, and functions. Their weights do not matter. They are traced, and compared node by node
-    with what was saved; no data is needed, nothing is analysed, matched or repaired again.
+    with what was saved; no data is needed, nothing is analysed, matched or repaired again. The file
+    is not used any more afterwards.
 
     Args:
         path: of the file.
@@ -145,8 +181,9 @@ def load(
             on any device, also "meta". One may stand for several that are alike: [model] * K.
         tracer: the `fx.Tracer` that `zip` was given, if it was given one.
         example_inputs: input (or tuple of arguments) to trace with, as in `zip`; default: random
-            ones of the shapes and dtypes that `zip` traced with. Only models that can not be traced
-            symbolically are run on them.
+            ones of the shapes and dtypes that `zip` traced with, if these are not very large. Only
+            models that can not be traced symbolically need any, and of these only those that ask
+            for more than shapes are run on them.
 
     Returns:
         A GraphModule like the saved one, with the same graph, names, tensors (to the bit, in their
@@ -158,12 +195,18 @@ def load(
             or by a later version; the models are not of the architecture that was saved.
         OSError: the file can not be opened.
     """
+    path = text_path(path)
     try:
-        check_models(models)
-        header, tensors = _read_file(path)
-        return _loaded(header, tensors, models, tracer, example_inputs)
+        check_models(models, on_meta=True)
+        with torch.no_grad():
+            header, tensors = _read_file(path)
+            _check_header(header, len(models))
+            return _loaded(header, tensors, models, tracer, example_inputs)
     except ZipError as error:
-        raise ZipError(f"{os.fspath(path)!r} can not be loaded: {error}") from error
+        raise ZipError(f"{path!r} can not be loaded: {error}") from error
+
+
+_AS_SAVED = "give models of the architecture that was saved"
 
 
 def _loaded(
@@ -174,184 +217,118 @@ def _loaded(
     example_inputs: Any,
 ) -> MergedModule:
     recipe = header.recipe
-    if len(models) != recipe.models:
-        raise ZipError(f"it is a merge of {recipe.models} models, and {len(models)} are given")
-    if not set(recipe.heads) <= set(range(recipe.models)):
-        raise ZipError(f"heads {recipe.heads} of {recipe.models} models make no sense")
 
     def take(name: str, like: Tensor | None) -> Tensor:
         if header.tied.get(name, name) not in tensors:
             raise ZipError(f"the models have a tensor {name!r}, and the file does not: {_AS_SAVED}")
         found = tensors[header.tied.get(name, name)]
-        if like is not None and (found.shape, _kind(found)) != (like.shape, _kind(like)):
+        if like is not None and (found.shape, kind(found)) != (like.shape, kind(like)):
             raise ZipError(
-                f"{name!r} is {_kind(found)} {tuple(found.shape)} in the file and {_kind(like)} "
+                f"{name!r} is {kind(found)} {tuple(found.shape)} in the file and {kind(like)} "
                 f"{tuple(like.shape)} in the models: {_AS_SAVED}"
             )
         return found
 
-    with fixed_randomness(0), torch.no_grad():
-        own = [_off_meta(model) if k in recipe.needs else model for k, model in enumerate(models)]
-        home = next((t.device for t in _tensors(own[0]).values()), torch.device("cpu"))
-        traced = {k: _traced(own[k], k, header, tracer, example_inputs, home) for k in recipe.needs}
+    with fixed_randomness(0):
+        own = [off_meta(model) if k in recipe.needs else model for k, model in enumerate(models)]
+        home = next((t.device for t in named(own[0]).values()), torch.device("cpu"))
+        traced = {
+            k: retraced(own[k], k, recipe, header.traced, tracer, example_inputs, home)
+            for k in recipe.needs
+        }
         merged = rebuilt(recipe, traced, take)
-    found = _tensors(merged)
+    found = named(merged)
     left = sorted({*tensors, *header.tied} - set(found))
     if left:
         raise ZipError(f"the file has a tensor {left[0]!r}, and the models do not: {_AS_SAVED}")
-    tied = _tied(found)
-    if tied != header.tied:
-        name = min(set(tied.items()) ^ set(header.tied.items()))[0]
-        raise ZipError(
-            f"{name!r} is tied to another tensor in the {'models' if name in tied else 'file'} "
-            "only: tie or untie weights as in the models that were saved"
-        )
+    _tie_alike(merged, found, header, tensors)
+    _set_modes(merged, header)
+    merged.meta.update({TRACED: header.traced, REPORT: header.report})
+    merged.to(home)
+    merged.meta[MADE] = as_made(merged, recipe.models, header.report.partial is not None)
+    return merged
+
+
+def _tie_alike(
+    merged: nn.Module, found: dict[str, Tensor], header: Header, tensors: dict[str, Tensor]
+) -> None:
+    """Tie buffers as they were in the file, since moving a module to another dtype or device unties
+    them; parameters must be tied alike in the models."""
+    now = tied(found)
+    others = {name for name, _ in now.items() ^ header.tied.items()}
+    for name in sorted(others):
+        if isinstance(found[name], nn.Parameter):
+            raise ZipError(
+                f"{name!r} is tied to another tensor in the {'models' if name in now else 'file'} "
+                "only: tie or untie weights as in the models that were saved"
+            )
+    others |= {tie[name] for tie in (now, header.tied) for name in others if name in tie}
+    made: dict[str, Tensor] = {}
+    for name in sorted(others):
+        path, _, key = name.rpartition(".")
+        module, first = merged.get_submodule(path), header.tied.get(name, name)
+        home = module._buffers if key in module._buffers else vars(module)
+        home[key] = made.setdefault(first, tensors[first].to(found[name].device))
+
+
+def _set_modes(merged: nn.Module, header: Header) -> None:
+    """Train and eval modes, and which parameters are frozen."""
+    modules, parameters = dict(merged.named_modules()), dict(merged.named_parameters())
     training, frozen = set(header.training), set(header.frozen)
-    for name, module in merged.named_modules():
+    if lost := sorted((training - set(modules)) | (frozen - set(parameters))):
+        raise ZipError(
+            f"its header tells of {lost[0]!r}, which the models do not have: {_AS_SAVED}"
+        )
+    for name, module in modules.items():
         module.training = name in training
-    for name, parameter in merged.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    merged.meta.update({TRACED: header.traced, KEY: header.report})
-    return merged.to(home)
-
-
-_AS_SAVED = "give models of the architecture that was saved"
-
-
-def _traced(
-    model: nn.Module,
-    k: int,
-    header: Header,
-    tracer: fx.Tracer | None,
-    example_inputs: Any,
-    device: torch.device,
-) -> fx.GraphModule:
-    """Model k as zip traced it: in the first of the ways to trace that gives what was saved."""
-    makers: list[Callable[[], fx.Tracer | None]] = [lambda: tracer]
-    if tracer is None and not isinstance(model, fx.GraphModule):
-        given = drawn(header.traced.inputs, device) if example_inputs is None else example_inputs
-        makers = [*ways(model, example_arguments(model.forward, None, given, device))]
-    failures, misfits = [], []
-    for make in makers:
-        try:
-            module = trace(model, make())
-        except ZipError as error:
-            failures.append(str(error))
-            continue
-        found = misfit(header.recipe, k, module)
-        if found is None:
-            return module
-        misfits.append(found)
-    own = header.traced.tracer
-    raise ZipError(
-        f"model {k} is not of the architecture that was saved: {[*misfits, *failures][0]}"
-        + f". zip was given tracer={own}: give the same to load" * bool(own and tracer is None)
-    )
-
-
-def _off_meta(model: nn.Module) -> nn.Module:
-    """The model, or zeros in its place where it has shapes only."""
-    if not any(t.is_meta for t in _tensors(model).values()):
-        return model
-    twin = copy.deepcopy(model).to_empty(device="cpu")
-    for t in _tensors(twin).values():
-        t.zero_()
-    return twin
-
-
-# ------------------------------------------------------------------ tensors
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a module by all of their names."""
-    return {
-        f"{path}.{name}" if path else name: t
-        for path, part in module.named_modules(remove_duplicate=False)
-        for name, t in own_tensors(part).items()
-    }
-
-
-def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Every further name of a tensor -> its first name."""
-    first: dict[int, str] = {}
-    return {
-        name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name
-    }
-
-
-def _kind(t: Tensor) -> str:
-    return "float" if t.is_floating_point() else "complex" if t.is_complex() else "integer"
-
-
-def _strides(t: Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that is dense, but not in the usual order (None: it is)."""
-    dense = torch.empty_like(t, device="meta").stride()
-    return None if dense == torch.empty(t.shape, device="meta").stride() else dense
-
-
-def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous real tensors on the CPU, each on memory of its own, as safetensors wants them."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, t in tensors.items():
-        t = t.detach().resolve_conj().resolve_neg()
-        t = (torch.view_as_real(t) if t.is_complex() else t).cpu().contiguous()
-        memory = t.untyped_storage().data_ptr()
-        found[name] = t.clone() if memory in seen else t
-        seen.add(memory)
-    return found
-
-
-def _restored(name: str, t: Tensor, header: Header) -> Tensor:
-    """A tensor as it was before it was stored."""
-    try:
-        # in a file, complex numbers need not lie where the processor wants them
-        t = torch.view_as_complex(t.clone()) if name in header.complex else t
-        strides = header.strides.get(name, t.stride())
-        like = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
-        if torch.empty_like(like).stride() != strides:
-            raise RuntimeError(f"strides {strides} for shape {tuple(t.shape)}")
-    except RuntimeError as error:
-        raise ZipError(f"{name!r} is damaged ({first_line(error)}); save it again") from error
-    # a copy, since the file may be written again while it is used
-    return torch.empty_like(like, device="cpu").copy_(t)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen and kind(parameter) != "integer")
 
 
 # ------------------------------------------------------------------ the file
-def _read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
-    safetensors = _safetensors()
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            header = _header(file.metadata() or {})
-            names: list[str] = file.keys()
-            return header, {name: _restored(name, file.get_tensor(name), header) for name in names}
-    except safetensors.SafetensorError as error:
-        raise ZipError(
-            f"it is no safetensors file, or only a part of one ({first_line(error)}); save it again"
-        ) from error
+def _read_file(path: str) -> tuple[Header, dict[str, Tensor]]:
+    with torch.device("cpu"):  # whatever the caller's default is
+        text, found = contents(path)
+        header = _header(text, found)
+        if lost := sorted({*header.strides, *header.complex} - set(found)):
+            raise ZipError(f"its header tells of a tensor {lost[0]!r}, which it does not hold")
+        # copies, since the file may be written again while they are used
+        return header, {
+            name: restored(name, t, header.strides.get(name), name in header.complex)
+            for name, t in found.items()
+        }
 
 
-def _header(metadata: dict[str, str]) -> Header:
-    if KEY not in metadata:
-        raise ZipError("it is a safetensors file, but was not written by zipfx.save")
+def _header(text: str, tensors: dict[str, Tensor]) -> Header:
+    if len(text) > LONGEST:
+        raise ZipError(f"its header has {len(text):,} bytes, and at most {LONGEST:,} are read")
     try:
-        about = json.loads(metadata[KEY])
+        about = parsed(text)
         if about["version"] > VERSION:
             raise ZipError(
                 f"it was written by zipfx {about['zipfx']}, in version {about['version']} of the "
                 f"format, and zipfx {_version()} reads version {VERSION}: install a later zipfx"
             )
-        return read(Header, metadata[KEY])
+        header = read(Header, text if about["version"] == 1 else unsigned(text, tensors))
+        inputs = as_described(header.traced.inputs)  # which were written otherwise once
+        return replace(header, traced=replace(header.traced, inputs=inputs))
     except (ValueError, KeyError, TypeError) as error:
         raise ZipError(f"its header is damaged ({first_line(error)}); save it again") from error
 
 
-def _safetensors() -> Any:
-    try:
-        importlib.import_module("safetensors.torch")
-    except ImportError as error:
+def _check_header(header: Header, models: int) -> None:
+    """Check that the parts of a header say the same."""
+    recipe, report = header.recipe, header.report
+    if models != recipe.models:
+        raise ZipError(f"it is a merge of {recipe.models} models, and {models} are given")
+    heads = recipe.heads
+    if not (set(heads) <= set(range(models)) and list(heads) == sorted(set(heads))):
+        raise ZipError(f"heads {heads} of {models} models make no sense")
+    if (report.models, report.partial is not None) != (models, bool(heads)):
         raise ZipError(
-            "zipfx.save and zipfx.load need safetensors: pip install 'zipfx[save]'"
-        ) from error
-    return importlib.import_module("safetensors")
+            f"its report is of {report.models} models, zipped up to {report.partial!r}, and its "
+            f"graph of {models} models with heads {heads}; save it again"
+        )
 
 
 def _version() -> str:

@@ -24,7 +24,7 @@ from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
 from zipfx.occurrences import Flags
-from zipfx.trace import named_tensors
+from zipfx.tensors import named_tensors
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class HeadPlan:
     nodes: indices of its nodes, weights it shares with the trunk included; fused: id of a weight ->
     axis maps that hold U; restored: source node -> its unmerges, needed on the edges (source,
     reader); merged: nodes of the head that still work on merged features; cloned: trunk nodes whose
-    values the head overwrites; same: trunk nodes that are one tensor with another one.
+    values the head overwrites, and whether they are a tensor each; same: trunk nodes that are one
+    tensor with another one.
     """
 
     nodes: list[int] = field(default_factory=list)
@@ -55,7 +56,7 @@ class HeadPlan:
     restored: dict[int, list[Unmerge]] = field(default_factory=dict)
     merged: set[int] = field(default_factory=set)
     edges: set[tuple[int, int]] = field(default_factory=set)
-    cloned: set[int] = field(default_factory=set)
+    cloned: dict[int, bool] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 
 
@@ -118,7 +119,7 @@ class _Planner:
     def _attempt(self, refused: set[int], early: set[int]) -> tuple[HeadPlan, set[int], set[int]]:
         plan = HeadPlan()
         overwritten = self._head_nodes(plan)
-        plan.cloned = overwritten - early
+        plan.cloned = {j: self.facts.nodes[j].is_tensor for j in overwritten - early}
         used: dict[int, set[bool]] = {}
         for i in plan.nodes:
             fact = self.facts.nodes[i]

@@ -7,7 +7,7 @@ later stage reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,12 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.copies import alias
+from zipfx.errors import ZipError
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
+from zipfx.memory import partners
+from zipfx.modes import as_caller, as_library
 from zipfx.precision import as_real, inexact
 from zipfx.rules import (
     ALSO_POINTWISE,
@@ -40,7 +44,8 @@ from zipfx.rules import (
 )
 from zipfx.shadow import Shadows
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import CONSTANTS, NOTES, alias, clone_tensors, leaves, named_tensors
+from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.trace import NOTES
 from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten
@@ -158,7 +163,12 @@ class _Mode(TorchDispatchMode):
         written = [] if func in _NORMS else declared(func, args, kwargs)
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
-        operands = call.tensors()
+        with as_library():
+            return self._seen(call, written)
+
+    def _seen(self, call: Call, written: list[Tensor]) -> Any:
+        """Labels for what a call has made, or written to; its result."""
+        func, result, operands = call.op, call.result, call.tensors()
         for t in operands:
             self._use(t)
         storages = {t.untyped_storage()._cdata for t in operands}
@@ -260,7 +270,8 @@ class _Interpreter(fx.Interpreter):
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         mode.begin(Weights(leaf, args))
-        with decomposed(leaf), mode, self.guard:  # only here: label arithmetic is no part of it
+        # only here: label arithmetic is no part of it
+        with decomposed(leaf), mode, self.guard, as_caller():
             value = super().run_node(n)
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
@@ -323,23 +334,40 @@ def module_path(node: fx.Node) -> str:
     return str(stack[-1][0]) if stack else ""
 
 
+def _tied(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors that share elements. Their labels do so as well, but each is known by its own."""
+    return [named[name] for family in partners(named) for name in family]
+
+
 def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
     ledger = Ledger()
     mode = _Mode(ledger)
-    twin = alias(module)
+    given, constants = named_tensors(module), constant_names(module)
+    twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
+    shared = Shadows()
     with torch.no_grad():
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
-            if not mode.shadows.knows(t):
-                learned = inexact(t) and name not in module.meta.get(CONSTANTS, ())
-                labels = ledger.parameter(name, t) if learned else by_value(t)
-                mode.shadows.put(t, labels, -1 - i)
+            learned = inexact(t) and name not in constants
+            labels = ledger.parameter(name, t) if learned else by_value(t)
+            mode.shadows.put(t, labels, -1 - i)
+            seen = shared.get(given[name])  # through another tensor, which has elements of this one
+            both = join(ledger, [seen, labels], labels.shape) if learned and seen else labels
+            shared.write(given[name], both, -1 - i)
         interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))
         try:
             interpreter.run(*clone_tensors(tuple(inputs)))
         finally:
             interpreter.guard.restore()
+    tied = {name for family in partners(given) for name in family}
+    for name in tied & {
+        n for n, t in named.items() if any(t is w for w in interpreter.guard.written)
+    }:
+        raise ZipError(
+            f"forward writes to {name!r}, which shares memory with another parameter or buffer: "
+            "make them one, or give them memory of their own"
+        )
     notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
     return Facts(ledger, nodes, tuple(notes), tuple(named), again)

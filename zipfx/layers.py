@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.trace import is_batch_norm
+from zipfx.tensors import is_batch_norm, runs_as
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
     if any(is_parametrized(m) or any(p.is_complex() for p in m.parameters()) for m in both):
         return None
     for kind, view in KINDS.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward:
+        if isinstance(module, kind) and runs_as(module, kind):
             return view(module, norm)
     return Norm(module) if is_batch_norm(module) and module.affine else None
 

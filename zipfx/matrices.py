@@ -9,10 +9,11 @@ from torch import Tensor
 
 from zipfx.errors import ZipError
 from zipfx.statistics import Statistics
+from zipfx.values import ByValue
 
 
 @dataclass(frozen=True, eq=False)
-class Matching:
+class Matching(ByValue):
     """Merged feature of each feature of K models, the models side by side (ZipIt!, section 4).
 
     Args:
@@ -116,7 +117,7 @@ class Matching:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
+class Linear(ByValue):
     """A merge that is no matching: any merge matrix M and unmerge matrix U.
 
     Args:
@@ -197,7 +198,7 @@ def _check_matrix(name: str, matrix: Tensor, shape: tuple[int, int]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class Pairs(ByValue):
     """The pairs of different features that a merge joined, and how they correlate.
 
     first, second: (P,) int64, every pair in both orders; correlation: (P,) float64, 1 where

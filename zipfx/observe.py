@@ -18,12 +18,14 @@ from tqdm import tqdm
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.interpret import describe
+from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.precision import inexact
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
-from zipfx.trace import clone_tensors
+from zipfx.tensors import clone_tensors
+from zipfx.untouched import State
 
 Choose = Callable[[Space], Sequence[Place]]
 
@@ -209,6 +211,7 @@ def observe(
     spaces: Iterable[Space],
     data: Calibration,
     *,
+    states: Sequence[State] = (),
     clone_inputs: bool = False,
     choose: Choose = reads_and_source,
     progress: bool = False,
@@ -218,6 +221,8 @@ def observe(
     Args:
         modules: K traced models that correspond.
         spaces: of the first of them.
+        states: what their forwards write to: each batch begins with that as it is now, and so do
+            they afterwards.
         choose: the places at which a space is observed; several are averaged (`combine`).
 
     Raises:
@@ -235,6 +240,8 @@ def observe(
     with torch.no_grad():
         for args, kwargs in tqdm(data, desc="zipfx: observe", disable=not progress, leave=False):
             _run(joint, args, kwargs)
+            for state in states:
+                state.reset()
             batches += 1
     if not batches:
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
@@ -252,7 +259,8 @@ def observe(
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     try:
-        joint(*args, **kwargs)
+        with as_caller():
+            joint(*args, **kwargs)
     except ZipError:
         raise
     except Exception as error:

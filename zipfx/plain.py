@@ -1,19 +1,50 @@
-"""Plain values: frozen dataclasses to JSON and back, checked against their annotations."""
+"""Plain values: frozen dataclasses to strict JSON and back, checked against their annotations."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import types
 import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: levels of lists and dicts inside one another; what is deeper is not parsed
+DEEPEST = 100
+#: JSON has no numbers for these
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MARKS = re.compile(r'["\\\[\]{}]')
+
 
 def written(value: Any) -> str:
-    """A dataclass of plain values as JSON; tuples become lists, numpy's numbers Python's."""
-    return json.dumps(dataclasses.asdict(value), default=lambda x: x.item())
+    """A dataclass of plain values as JSON; tuples become lists, numpy's numbers Python's, and
+    floats that JSON can not hold their names.
+
+    Raises:
+        ValueError: something in it is no plain value, or lies too deep.
+    """
+    text = json.dumps(_plain(value), allow_nan=False)
+    _check_depth(text)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if not isinstance(value, float) and hasattr(value, "item"):  # a number of numpy
+        return _plain(value.item())
+    if not isinstance(value, float):
+        raise ValueError(f"a {type(value).__name__} is no plain value")
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def read(kind: type[T], text: str) -> T:
@@ -25,16 +56,42 @@ def read(kind: type[T], text: str) -> T:
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Point:
-    ...     at: tuple[int, ...]
+    ...     at: tuple[float, ...]
     ...     name: str | None = None
-    >>> read(Point, written(Point((1, 2))))
-    Point(at=(1, 2), name=None)
-    >>> read(Point, '{"at": [1, 2.5]}')
+    >>> read(Point, written(Point((1.5, math.inf))))
+    Point(at=(1.5, inf), name=None)
+    >>> read(Point, '{"at": [1, "x"]}')
     Traceback (most recent call last):
-    ValueError: Point.at is 2.5, not of type int
+    ValueError: Point.at is 'x', not of type float
     """
-    found: T = _read(kind, json.loads(text), kind.__name__)
+    found: T = _read(kind, parsed(text), kind.__name__)
     return found
+
+
+def parsed(text: str) -> Any:
+    """What JSON says (also with NaN and Infinity, which are no JSON, but were written once).
+
+    Raises:
+        ValueError: it is no JSON, or lies too deep.
+    """
+    _check_depth(text)
+    return json.loads(text)
+
+
+def _check_depth(text: str) -> None:
+    """Before the parser, which may recurse until the stack is full, sees the text."""
+    depth, quoted, escaped = 0, False, -1
+    for mark in _MARKS.finditer(text):
+        if mark.start() == escaped:
+            continue
+        if mark[0] == "\\":
+            escaped = mark.end()
+        elif mark[0] == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += 1 if mark[0] in "[{" else -1
+        if depth > DEEPEST:
+            raise ValueError(f"lists and dicts lie more than {DEEPEST} deep in one another")
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
@@ -72,7 +129,14 @@ def _dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name} is out of range") from error
+    if kind is float and type(value) is str and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
     if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+        shown = repr(value)
+        shown = shown if len(shown) < 80 else shown[:80] + "..."
+        raise ValueError(f"{name} is {shown}, not of type {kind.__name__}")
     return value

@@ -8,24 +8,25 @@ wrong is corrected along the way. No labels, no gradients, nothing but linear al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from zipfx.calibrate import Calibration, batch_size
+from zipfx.calibrate import Calibration
+from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.layers import samples
 from zipfx.moments import Moments
-from zipfx.replay import Line, Run, evaluating, positional
+from zipfx.replay import Batch, Line, Room, Run, evaluating, gathered
 from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step
-from zipfx.trace import clone_tensors
 from zipfx.unfold import title
+from zipfx.untouched import State
+from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is
 _CHUNK = 2**24  # entries of patches at a time
@@ -38,8 +39,8 @@ class Refit:
 
     Args:
         ridges: how strongly weights are drawn to the zipped ones, relative to the mean variance of
-            a layer's inputs; each layer takes what is best on held-out data (every tenth image, or
-            the last of fewer; with one image nothing changes).
+            a layer's inputs; each layer takes what is best on held-out data (a tenth of the images
+            of each loader, chosen by content; one of fewer; with one image nothing changes).
             inf: the zipped weights, scaled and shifted output by output.
         rounds: how often targets are set anew where an activation follows that is flat on one
             side: there, outputs that are beyond its bend already are left alone.
@@ -47,8 +48,7 @@ class Refit:
             positions, a regular grid of them is taken, another for every image.
         memory: bytes; how large the values may be, in all, that batches keep for the layers to
             come. Batches for which that is not enough are run from their inputs again for every
-            layer; the outcome is the same, unless forward draws random numbers or writes to its own
-            tensors.
+            layer; the outcome is the same, unless forward draws random numbers.
 
     Raises:
         ZipError: one of them is out of range.
@@ -60,20 +60,21 @@ class Refit:
     memory: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.ridges or not min(self.ridges) >= 0:
-            raise ZipError(f"ridges are {self.ridges}: give at least one, none below 0")
-        if self.rounds < 0:
-            raise ZipError(f"rounds is {self.rounds}: it must be at least 0")
-        if not self.oversampling > 0:
+        if not isinstance(self.ridges, Sequence) or isinstance(self.ridges, str) or not self.ridges:
+            raise ZipError(f"ridges are {self.ridges!r}: give a tuple of at least one")
+        for ridge in self.ridges:
+            real("a ridge", ridge, 0)
+        whole("rounds", self.rounds, 0)
+        if real("oversampling", self.oversampling, 0) == 0:
             raise ZipError(f"oversampling is {self.oversampling}: it must be above 0")
-        if not self.memory >= 0:
-            raise ZipError(f"memory is {self.memory}: it must be at least 0 bytes")
+        real("memory", self.memory, 0)
 
 
-@dataclass(frozen=True)
-class Refitted:
+@dataclass(frozen=True, eq=False)
+class Refitted(ByValue):
     """One layer: mean square error on held-out data before and after, relative to the variance of
-    the targets; the ridge that was chosen; and how many outputs changed, of all."""
+    the targets; the ridge that was chosen; how many outputs changed, of all, and for how many there
+    was not enough data (two samples)."""
 
     name: str
     before: float
@@ -81,6 +82,7 @@ class Refitted:
     ridge: float
     changed: int
     outputs: int
+    unseen: int = 0
 
 
 def refit(
@@ -89,10 +91,13 @@ def refit(
     steps: Sequence[Step],
     data: Calibration,
     settings: Refit,
+    states: Sequence[State] = (),
     *,
     progress: bool = False,
 ) -> tuple[list[Refitted], int]:
     """Refit the layers of `merged` in place.
+
+    states: of `merged` and of the modules: what their forwards write to.
 
     All batches are run side by side, layer by layer, so the values that later nodes still wait for
     are kept for all of them: time is that of one pass, memory that of one moment of it. Early
@@ -105,124 +110,44 @@ def refit(
         ZipError: no data, or a layer that reads NaN or Inf on it.
     """
     done = []
-    mine = {id(t) for step in steps for t in step.layer.buffers()}
-    kept = [(t, t.clone()) for t in merged.buffers() if id(t) not in mine]  # forward may write
     with evaluating(merged, *modules), torch.no_grad():
-        batches = _batches(merged, modules, data, steps)
-        room = _Room(settings.memory)
+        batches = gathered(merged.forward, data)
+        line, *lines = (Line(m, s) for m, s in zip_longest((merged, *modules), states))
+        paths = [
+            {k: lines[k] for step in steps if step.asked[j].any() for k in step.matrices[j]}
+            for j in range(len(data.loaders))
+        ]
+        room = Room(settings.memory)
         for step in tqdm(steps, desc="zipfx: refit", disable=not progress, leave=False):
-            solution = _Fit(step, batches, settings, room).solve()
+            solution = _Fit(step, batches, line, paths, settings, room).solve()
             changed = solution.changed
             if solution.parts:
                 measured = solution.statistics(step.layer.measured(solution.weights[0]))
                 step.layer.write(*solution.weights, changed, *measured)
             losses = solution.before, solution.after, solution.ridge
-            number = int(changed.sum())
-            done.append(Refitted(title(step.node), *losses, number, changed.numel()))
-        for t, was in kept:
-            t.copy_(was)
+            numbers = int(changed.sum()), changed.numel(), int(solution.unseen.sum())
+            done.append(Refitted(title(step.node), *losses, *numbers))
+        for state in states:
+            state.reset()
     return done, len(batches)
-
-
-@dataclass
-class _Batch:
-    """A batch, and where it is on its way through the merged graph and through those of models.
-
-    line, lines: of the merged graph, and by model of those that its source needs; inputs: of all;
-    first: number of its first image among those of its source; every: so many images, the last is
-    held out; run, runs: None until it starts.
-    """
-
-    source: int
-    line: Line
-    lines: dict[int, Line]
-    inputs: tuple[Any, ...]
-    first: int
-    images: int
-    every: int = _HELD_OUT
-    run: Run | None = None
-    runs: dict[int, Run] = field(default_factory=dict)
-
-    def advance(self, step: Step) -> Run:
-        """Up to what a layer reads in the merged graph, and what models have in its place."""
-        if self.run is None:
-            self.run = Run(self.line, clone_tensors(self.inputs))
-            self.runs = {k: Run(n, clone_tensors(self.inputs)) for k, n in self.lines.items()}
-        self.run.advance(step.node, inclusive=False)
-        for k in step.matrices[self.source]:
-            self.runs[k].advance(self.runs[k].line.named[step.target])
-        return self.run
-
-    def restart(self) -> None:
-        """Forget all values."""
-        self.run, self.runs = None, {}
-
-    def nbytes(self) -> int:
-        """Of the values that wait; views count once, the tensors of the modules do not."""
-        found: dict[int, int] = {}
-        runs = [run for run in (self.run, *self.runs.values()) if run is not None]
-        for run in runs:
-            leaves = tree_leaves(list(run.values.values()))
-            storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
-            found |= {s._cdata: s.nbytes() for s in storages if s._cdata not in run.line.own}
-        return sum(found.values())
-
-
-class _Room:
-    """What all batches may keep while others run."""
-
-    def __init__(self, memory: float) -> None:
-        self.memory = memory
-        self.held: dict[int, int] = {}
-
-    def settle(self, batch: _Batch) -> None:
-        """A batch has been looked at: it keeps its values, or starts again when it is needed."""
-        if self.memory == math.inf:
-            return
-        self.held.pop(id(batch), None)
-        size = batch.nbytes()
-        if sum(self.held.values()) + size > self.memory:
-            batch.restart()
-        else:
-            self.held[id(batch)] = size
-
-
-def _batches(
-    merged: fx.GraphModule,
-    modules: Sequence[fx.GraphModule],
-    data: Calibration,
-    steps: Sequence[Step],
-) -> list[_Batch]:
-    line, *lines = [Line(m) for m in (merged, *modules)]
-    needed = [
-        {k: lines[k] for step in steps if step.asked[j].any() for k in step.matrices[j]}
-        for j in range(len(data.loaders))
-    ]
-    seen: dict[int, int] = {}
-    found = []
-    for j, (args, kwargs) in data.by_source():
-        inputs = positional(merged.forward, args, kwargs)
-        n = batch_size((args, kwargs))
-        if n == 0:
-            continue
-        n = n or 1
-        inputs = clone_tensors(inputs)  # a loader may fill the same memory again
-        found.append(_Batch(j, line, needed[j], inputs, seen.get(j, 0), n))
-        seen[j] = seen.get(j, 0) + n
-    if not found:
-        raise ZipError("the calibration data is empty: there is nothing to refit with")
-    for batch in found:
-        batch.every = max(2, min(_HELD_OUT, seen[batch.source]))
-    return found
 
 
 class _Fit:
     """One layer: gathers moments over all batches, and solves."""
 
-    def __init__(self, step: Step, batches: Sequence[_Batch], settings: Refit, room: _Room) -> None:
+    def __init__(
+        self,
+        step: Step,
+        batches: Sequence[Batch],
+        line: Line,
+        paths: Sequence[Mapping[int, Line]],
+        settings: Refit,
+        room: Room,
+    ) -> None:
         self.step, self.layer, self.settings, self.room = step, step.layer, settings, room
+        self.line, self.paths = line, paths
         self.batches = [b for b in batches if bool(step.asked[b.source].any())]
-        self.images = sum(b.images for b in self.batches)
+        self.images = sum(len(b.images) for b in self.batches)
         self.n = self.layer.weight().shape[-1]
         self.matrices = [dict(of_source) for of_source in step.matrices]
 
@@ -264,11 +189,19 @@ class _Fit:
                 mine.add(x, _eased(y + older, output + older, *self.step.flat) - output - older)
         return found
 
-    def _samples(self, batch: _Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+    def _advanced(self, batch: Batch) -> Run:
+        """Up to what the layer reads in the merged graph, and what models have in its place."""
+        run = batch.start(self.line, self.paths[batch.source])
+        run.advance(self.step.node, inclusive=False)
+        for k in self.step.matrices[batch.source]:
+            batch.runs[k].advance(batch.runs[k].line.named[self.step.target])
+        return run
+
+    def _samples(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         """Inputs (G, S, n), targets (G, S, o), what is added to these (G, S, o), some at a time,
         and whether they are held out."""
         step, layer = self.step, self.layer
-        run = batch.advance(step)
+        run = self._advanced(batch)
         patches = layer.patches(run.values[step.node.args[0]])  # type: ignore[index]
         patches = patches.movedim(step.images, 0)
         targets = {k: batch.runs[k].value(step.target) for k in step.matrices[batch.source]}
@@ -284,7 +217,8 @@ class _Fit:
         cells = stride ** len(grid)
         turns = min(_TURNS, cells)
         turn = image % turns
-        key = 2 * turn + (image % batch.every == batch.every - 1)
+        every = max(2, min(_HELD_OUT, batch.of))
+        key = 2 * turn + (image % every == every - 1)
         rows = max(1, math.prod(grid) // cells)
         chunk = max(1, _CHUNK // (rows * layer.groups * self.n))
         for which in key.unique().tolist():
@@ -303,14 +237,14 @@ class _Fit:
                 yield x, y - older, older, bool(which % 2)
         self.room.settle(batch)
 
-    def _stride(self, batch: _Batch, rows: int, grid: Sequence[int]) -> int:
+    def _stride(self, batch: Batch, rows: int, grid: Sequence[int]) -> int:
         """Of the positions that are taken, along each dimension of the grid.
 
         Taking S samples costs S n^2 for every group, running the layer n o for each of all.
         """
         if not grid:
             return 1
-        every = self.images * (rows / batch.images) * math.prod(grid)
+        every = self.images * (rows / len(batch.images)) * math.prod(grid)
         outputs = self.step.asked[0].shape[1]
         enough = max(self.settings.oversampling * self.n, every * outputs / self.n)
         return max(1, min(int((every / enough) ** (1 / len(grid))), *grid))
@@ -336,9 +270,9 @@ def _eased(target: Tensor, output: Tensor, low: float, high: float) -> Tensor:
     )
 
 
-def _image(rows: int, batch: _Batch) -> Tensor:
+def _image(rows: int, batch: Batch) -> Tensor:
     """The image that each row of a tensor comes from: windows of one are side by side. Rows that
     are not of images are numbered themselves."""
-    if rows % batch.images:
+    if not rows or rows % len(batch.images):
         return torch.arange(rows)
-    return batch.first + torch.arange(rows) // max(1, rows // batch.images)
+    return batch.images.repeat_interleave(rows // len(batch.images))

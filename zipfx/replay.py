@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
-from zipfx.calibrate import in_order
+from zipfx.calibrate import Calibration, batch_size
+from zipfx.calls import in_order
+from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.trace import alias, clone_tensors
-from zipfx.untouched import untouched
+from zipfx.modes import as_caller
+from zipfx.tensors import clone_tensors, leaves, named_tensors
+from zipfx.untouched import Guard, State, untouched
 
 
 class Line:
     """A graph that batches run along, and which values die after which node; own: the storages of
-    its module's tensors."""
+    its module's tensors; state: those that forward writes to."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, state: State | None = None) -> None:
         tensors = (*module.parameters(), *module.buffers())
+        self.state = state or State(())
         self.own = {t.untyped_storage()._cdata for t in tensors}
         self.engine = fx.Interpreter(module, garbage_collect_values=False)
         self.engine.extra_traceback = False
@@ -34,7 +41,8 @@ class Line:
 
 
 class Run:
-    """One batch on its way: `values` are those of the nodes that somebody still waits for.
+    """One batch on its way: `values` are those of the nodes that somebody still waits for. It has
+    the state of the module to itself, as if no other batch had ever run.
 
     >>> module = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid()))
     >>> line = Line(module)
@@ -47,6 +55,7 @@ class Run:
     def __init__(self, line: Line, inputs: Any) -> None:
         self.line, self.next = line, 0
         self.values: dict[fx.Node, Any] = {}
+        self.state = line.state.initial
         left = [*inputs][::-1]
         self.inputs = (left.pop() for _ in range(len(left)))  # lets go of what it has given
 
@@ -55,10 +64,12 @@ class Run:
         line, engine = self.line, self.line.engine
         engine.env, engine.args_iter = self.values, self.inputs
         end = line.at[stop] + inclusive
+        line.state.reset(self.state)
         while self.next < end:
             node = line.nodes[self.next]
             try:
-                self.values[node] = engine.run_node(node)
+                with as_caller():
+                    self.values[node] = engine.run_node(node)
             except Exception as error:
                 raise ZipError(
                     f"node {node.name!r} fails on a calibration batch: {first_line(error)}"
@@ -66,11 +77,113 @@ class Run:
             for dead in line.last.get(node, ()):
                 del self.values[dead]
             self.next += 1
+        self.state = line.state.values()  # values may be views of it: it stays until another runs
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a node that comes next is given."""
+        found: Any = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        args, kwargs = found
+        return args, kwargs
 
     def value(self, name: str) -> Tensor:
         """What a node has computed."""
         found: Tensor = self.values[self.line.named[name]]
         return found
+
+
+class Batch:
+    """A batch, and how far it has come in one graph, or in several beside it.
+
+    source: number of its loader; images: (n,) int64, the number of each among all of its loader, by
+    content: neither the order of batches nor how data is cut into them makes a difference; of: how
+    many its loader has; line, lines: the graphs; run, runs: None until it starts.
+    """
+
+    def __init__(self, source: int, inputs: tuple[Any, ...], images: int) -> None:
+        self.source, self.inputs = source, inputs
+        self.images, self.of = torch.arange(images), images
+        self.run: Run | None = None
+        self.runs: dict[int, Run] = {}
+
+    def start(self, line: Line, lines: Mapping[int, Line]) -> Run:
+        """The way through the graph, begun if it is not."""
+        if self.run is None:
+            self.run = Run(line, clone_tensors(self.inputs))
+            self.runs = {k: Run(other, clone_tensors(self.inputs)) for k, other in lines.items()}
+        return self.run
+
+    def nbytes(self) -> int:
+        """Of the values that wait; views count once, the tensors of the modules do not."""
+        found: dict[int, int] = {}
+        for run in (self.run, *self.runs.values()):
+            if run is not None:
+                storages = [
+                    t.untyped_storage()
+                    for t in tree_leaves(list(run.values.values()))
+                    if isinstance(t, Tensor)
+                ]
+                found |= {s._cdata: s.nbytes() for s in storages if s._cdata not in run.line.own}
+        return sum(found.values())
+
+
+class Room:
+    """What all batches may keep while others run, in bytes."""
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.held: dict[int, int] = {}
+
+    def settle(self, batch: Batch) -> None:
+        """A batch has been looked at: it keeps its values, or starts again when it is needed."""
+        if self.memory == math.inf:
+            return
+        self.held.pop(id(batch), None)
+        size = batch.nbytes()
+        if sum(self.held.values()) + size > self.memory:
+            batch.run, batch.runs = None, {}
+        else:
+            self.held[id(batch)] = size
+
+
+def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
+    """All batches, on memory of their own, since a loader may fill the same again.
+
+    Raises:
+        ZipError: there is none, or one does not fit forward.
+    """
+    batches: list[Batch] = []
+    digests: dict[int, list[bytes]] = {}
+    for source, (args, kwargs) in data.by_source():
+        inputs = clone_tensors(positional(forward, args, kwargs))
+        found = contents(inputs, batch_size((args, kwargs)))
+        batches.append(Batch(source, inputs, len(found)))
+        digests.setdefault(source, []).extend(found)
+    if not batches:
+        raise ZipError("the calibration data is empty: calib_loader gave no batch")
+    for source, found in digests.items():
+        order = sorted(range(len(found)), key=found.__getitem__)
+        number = torch.empty(len(found), dtype=torch.int64)
+        number[torch.tensor(order)] = torch.arange(len(found))
+        mine = [batch for batch in batches if batch.source == source]
+        sizes = [len(batch.images) for batch in mine]
+        for batch, images in zip(mine, number.split(sizes), strict=True):
+            batch.images, batch.of = images, len(found)
+    return batches
+
+
+def contents(inputs: Any, samples: int | None) -> list[bytes]:
+    """A digest of what each sample holds (of the batch, if its tensors have no first dimension in
+    common)."""
+    tensors = [t for t in leaves(inputs) if isinstance(t, Tensor)]
+    n = samples or 1
+    rows: list[list[bytes]] = [[] for _ in range(n)]
+    for t in tensors:
+        t = (t if t.layout == torch.strided else t.to_dense()).detach().cpu().resolve_conj()
+        t = t.contiguous()
+        own = samples is not None and t.ndim > 0 and len(t) == n
+        for row, part in zip(rows, t if own else [t] * n):
+            row.append(part.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [hashlib.blake2b(b"|".join(row)).digest() for row in rows]
 
 
 def positional(
@@ -82,7 +195,7 @@ def positional(
         ZipError: they are not its arguments.
     """
     try:
-        return in_order(forward, args, kwargs)
+        return in_order(forward, args, kwargs)[0]
     except TypeError as error:
         raise ZipError(f"a calibration batch does not fit the model's forward: {error}") from error
 
@@ -111,9 +224,45 @@ class Noting(fx.Interpreter):
     def noted(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """What was found on these inputs, one for each placeholder."""
         own = (*self.module.parameters(), *self.module.buffers())
-        with untouched(own), torch.no_grad():
+        with untouched(own), torch.no_grad(), as_caller():
             self.run(*clone_tensors(tuple(inputs)))
         return self.found
+
+
+def state_of(
+    module: fx.GraphModule, inputs: Sequence[Any], what: str = "the merged model fails"
+) -> State:
+    """What forward writes to in eval mode, going by a run on these inputs; all is as before.
+
+    Raises:
+        ZipError: it fails on them; the message begins with `what`.
+    """
+    twin = alias(module).eval()  # whose tensors count their own writes
+    tensors = dict(zip(named_tensors(twin).values(), named_tensors(module).values(), strict=True))
+    guard = Guard(tensors)
+    try:
+        with torch.no_grad(), guard, as_caller():
+            fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(tuple(inputs)))
+    except Exception as error:
+        hint = other_dtype(module, inputs)
+        raise ZipError(f"{what}: {first_line(error)}. Pass {hint}") from error
+    finally:
+        guard.restore()
+    return State(tensors[t] for t in guard.written)
+
+
+def other_dtype(module: nn.Module, inputs: Any) -> str:
+    """What to pass where a model fails: of other dtypes than its weights, where these differ."""
+    floats = {t.dtype for t in module.parameters() if t.is_floating_point()}
+    given = [t for t in leaves(inputs) if isinstance(t, Tensor)]
+    odd = [t.dtype for t in given if t.dtype == torch.uint8 or t.is_floating_point()]
+    if floats and odd and not floats & set(odd):
+        ours, theirs = (str(d).removeprefix("torch.") for d in (min(floats, key=str), odd[0]))
+        return (
+            f"inputs of the dtype of the weights, {ours}: these are {theirs} (for instance "
+            f"batch_to_args=lambda batch: batch.to(torch.{ours}), scaled as in training)"
+        )
+    return "inputs that the model itself accepts"
 
 
 class _Shapes(Noting):

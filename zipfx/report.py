@@ -16,17 +16,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
+from zipfx.copies import alias
 from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.modes import as_caller
 from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.tap import decomposed
-from zipfx.trace import alias, clone_tensors, leaves
+from zipfx.tensors import clone_tensors, leaves
 from zipfx.untouched import untouched
+from zipfx.values import ByValue
 
 
-@dataclass(frozen=True)
-class SpaceReport:
+@dataclass(frozen=True, eq=False)
+class SpaceReport(ByValue):
     """One space: matches within and across models (both 0 where M is no matching), and the mean
     correlation of the features that were joined (nan where nothing was observed)."""
 
@@ -43,8 +46,8 @@ class SpaceReport:
         return cls(space.name, space.size, *counts, pairs.mean if observed else math.nan)
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, eq=False)
+class Report(ByValue):
     """What `zipfx.zip` did; at `merged.meta["zipfx"]`.
 
     layers: (zipped, all) of the layers that hold weights; parameters and flops: of the merged
@@ -52,6 +55,9 @@ class Report:
     bytes: per stage (bytes: peak memory at its end, of the device, or resident on a CPU);
     unmerges: explicit index_select nodes at the cut; batches: read by observe and by repair;
     refits: what became of each layer that was refitted.
+
+    Reports of equal merges are equal: seconds and bytes are of one run, so they do not count, and
+    files leave them out.
     """
 
     models: int
@@ -64,8 +70,8 @@ class Report:
     model_parameters: tuple[int, ...]
     flops: int
     model_flops: tuple[int, ...]
-    seconds: dict[str, float]
-    bytes: dict[str, int]
+    seconds: dict[str, float] = field(compare=False)
+    bytes: dict[str, int] = field(compare=False)
     pinned: tuple[Pinned, ...]
     unmerges: tuple[str, ...]
     batches: dict[str, int]
@@ -93,7 +99,7 @@ class Report:
             f"FLOPs per sample {self.flops:,} (the models: {sum(self.model_flops):,})",
             "batches "
             + ", ".join(f"{k} {v}" for k, v in self.batches.items())
-            + "; seconds "
+            + "; seconds " * bool(self.seconds)
             + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()),
             "",
             *table(rows),
@@ -170,7 +176,7 @@ def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
     (of recurrent layers, and of attention), so these are off."""
     twin = alias(module).eval().requires_grad_(False)  # torch's counter hooks into gradients
     counter = FlopCounterMode(display=False)
-    with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), counter:
+    with untouched([*twin.parameters(), *twin.buffers()]), decomposed(twin), as_caller(), counter:
         fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
     first = next((t for t in leaves(inputs) if isinstance(t, Tensor) and t.ndim), None)
     samples = batch_size(inputs) or (1 if first is None else len(first))

@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.calls import EXPECTATIONS, Expectation
 from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
+from zipfx.memory import is_dense, partners, span
+from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
-from zipfx.trace import clone_tensors
+from zipfx.tensors import clone_tensors, named_tensors
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
 SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
-#: functions that a merge puts between trunk and head
-INSERTED = (clone_tensors, torch.index_select, select, mix)
+#: functions that a merge puts between trunk and head, and behind its inputs
+INSERTED = (clone_tensors, torch.clone, torch.index_select, select, mix, *EXPECTATIONS)
 
 Part = int | None  # of a merge: a head, by its number, or the trunk
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
@@ -60,6 +63,8 @@ def _restored(
 
 def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
     """A GraphModule that owns exactly the tree of `root`."""
+    for node in graph.nodes:  # annotations that were not evaluated mean nothing in other code
+        node.type = None if isinstance(node.type, str) else node.type
     module = MergedModule(root, graph, name)
     for kind in _TREE:
         module.__dict__[kind] = root.__dict__[kind]
@@ -84,6 +89,10 @@ class Tree:
         self.source, self.value_of = source, value_of
         self.root = nn.Module() if root is None else root
         self._made: dict[int, Tensor] = {}
+        # tensors that share elements with others of the source, and what was made of them
+        named = named_tensors(source)
+        self._shared = {id(named[name]) for family in partners(named) for name in family}
+        self._partners: list[tuple[Tensor, Tensor]] = []
 
     def _parent(self, path: str) -> nn.Module:
         """The container at `path`, made along the way with the container type of the source."""
@@ -130,10 +139,24 @@ class Tree:
         if id(t) not in self._made:
             value = self.value_of(path, t).to(t.device)
             value = value.clone() if value.data_ptr() == t.data_ptr() else value
+            value = self._tied(t, value) if id(t) in self._shared else value
             self._made[id(t)] = (
                 nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
             )
         return self._made[id(t)]
+
+    def _tied(self, t: Tensor, value: Tensor) -> Tensor:
+        """The value, on the memory of another tensor that has the same elements in the source."""
+        if not is_dense(t):
+            return value
+        for other, new in self._partners:
+            if span(t) == span(other):
+                seen = new.as_strided(t.shape, t.stride())
+                if torch.equal(seen, value):
+                    return seen
+        own = torch.empty_strided(t.shape, t.stride(), dtype=value.dtype, device=value.device)
+        self._partners.append((t, own.copy_(value)))
+        return own
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -142,13 +165,22 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in entries if isinstance(t, Tensor)}
 
 
+class Sequential(nn.Sequential):
+    """A container whose forward is none of torch.jit.script's business.
+
+    The graph runs what is in it. What is in it need not run by itself: a container of a class that
+    was traced has no forward, and behind a cut some of its modules are elsewhere.
+    """
+
+    @torch.jit.unused
+    def forward(self, input: Any) -> Any:
+        """As in `nn.Sequential`."""
+        return super().forward(input)  # type: ignore[no-untyped-call]
+
+
 def _container(source: nn.Module) -> nn.Module:
-    for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-        if isinstance(source, kind):
-            made: nn.Module = kind()
-            break
-    else:
-        made = nn.Module()
+    kinds = {nn.Sequential: Sequential, nn.ModuleList: nn.ModuleList, nn.ModuleDict: nn.ModuleDict}
+    made = next((make() for kind, make in kinds.items() if isinstance(source, kind)), nn.Module())
     made.training = source.training
     return made
 
@@ -221,10 +253,19 @@ def planted(
     return tree.root, unused
 
 
-def copy_trunk(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Copy nodes with their names and targets."""
+def copy_trunk(
+    graph: fx.Graph, nodes: Sequence[fx.Node], expects: Sequence[Expectation] = ()
+) -> dict[fx.Node, fx.Node]:
+    """Copy nodes with their names and targets; checks of what is expected of the inputs come behind
+    these."""
     seen: dict[fx.Node, fx.Node] = {}
+    left = list(expects)
     for node in nodes:
+        if node.op != "placeholder":
+            inputs = {str(n.target): copied for n, copied in seen.items() if n.op == "placeholder"}
+            for e in left:
+                graph.call_function(e.check, (inputs[e.name], *e.arguments))
+            left = []
         seen[node] = graph.node_copy(node, seen.__getitem__)
         seen[node].meta.pop(HEAD_KEY, None)
         seen[node].meta[SOURCE_KEY] = node.name
@@ -258,7 +299,8 @@ def copy_head(
         if j in own or j in made:
             return made[j]
         if j in plan.cloned:
-            made[j] = add("call_function", clone_tensors, (trunk[j],), f"copy{k}_{nodes[j].name}")
+            how = torch.clone if plan.cloned[j] else clone_tensors
+            made[j] = add("call_function", how, (trunk[j],), f"copy{k}_{nodes[j].name}")
             return made[j]
         return trunk[j]
 
@@ -310,6 +352,7 @@ def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
             module.training = own.get(name, module.training)
 
 
+@own_modes()
 def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     """The part of a partial zip that computes task k only; `merged` is left unchanged.
 

@@ -154,13 +154,15 @@ class Solution:
     """What became of a layer.
 
     weights: of all its outputs; parts: those that changed; before, after: mean square error on
-    held-out data, relative to the targets' variance.
+    held-out data, relative to the targets' variance; unseen: (G, o) bool, outputs that no data, or
+    none that could be held out, tells anything of.
     """
 
     weights: Weights
     parts: tuple[Part, ...]
     before: float
     after: float
+    unseen: Tensor
 
     @property
     def changed(self) -> Tensor:
@@ -255,15 +257,17 @@ def fit(
     patterns = torch.stack(list(asked), -1).to(current[0].device)
     w, b = (t.clone() for t in current)
     parts: list[Part] = []
+    unseen = torch.zeros_like(b, dtype=torch.bool)
     before = after = power = 0.0
     ridge: float | None = None
     kinds, sizes = patterns.flatten(0, -2).unique(dim=0, return_counts=True)
     for pattern in kinds[sizes.argsort(descending=True, stable=True)]:
         sources = pattern.nonzero().flatten().tolist()
         seen, kept = (pooled(part[j] for j in sources) for part in (train, held))
-        if not seen.count or not kept.count:  # nothing tells whether it gets better
-            continue
         mine = (patterns == pattern).all(-1)
+        if not seen.count or not kept.count:  # nothing tells whether it gets better
+            unseen |= mine
+            continue
         index = mine.any(0).nonzero().flatten()
         mine, own = mine[:, index], (current[0][:, index], current[1][:, index])
         known = Normal.of(seen, n, index, takes_bias)
@@ -279,7 +283,7 @@ def fit(
         before, after = before + was, after + min(was, new)
         power += float(check.yy[mine].sum())
     scale = power or 1.0
-    return Solution((w, b), tuple(parts), before / scale, after / scale)
+    return Solution((w, b), tuple(parts), before / scale, after / scale, unseen)
 
 
 def _chosen(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zipfx.errors import ZipError
+from zipfx.checks import whole
+from zipfx.errors import UnknownNameError, ZipError
+from zipfx.modes import own_modes
 from zipfx.table import summary, table
 from zipfx.tap import Address
+from zipfx.values import ByValue
 
 
 class Role(str, enum.Enum):
@@ -24,8 +28,8 @@ class Role(str, enum.Enum):
     ELEMENTWISE = "elementwise"
 
 
-@dataclass(frozen=True)
-class Axis:
+@dataclass(frozen=True, eq=False)
+class Axis(ByValue):
     """Where the features of a space lie on one dimension of one parameter.
 
     index: (size, occurrences) int64; row j lists the indices that carry feature j, in an order
@@ -46,8 +50,8 @@ class Axis:
     implied: bool = False
 
 
-@dataclass(frozen=True)
-class Place:
+@dataclass(frozen=True, eq=False)
+class Place(ByValue):
     """A node of the traced graph whose result carries the features of a space, or an address
     (`inner`) inside a node at which they are met.
 
@@ -76,8 +80,8 @@ class Place:
     also: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, eq=False)
+class Block(ByValue):
     """The blocks of the space named `space`: row i of index (blocks, n) int64 lists the features
     that move with block i, in an order that is the same for all blocks."""
 
@@ -85,8 +89,8 @@ class Block:
     index: Tensor
 
 
-@dataclass(frozen=True)
-class Space:
+@dataclass(frozen=True, eq=False)
+class Space(ByValue):
     """A feature space: `size` features that are exchangeable with one another.
 
     blocks: sizes of the runs of features inside which they may be exchanged (the heads of an
@@ -131,9 +135,13 @@ class NodeInfo:
     inputs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class SpaceMap:
+@dataclass(frozen=True, eq=False)
+class SpaceMap(ByValue):
     """All feature spaces of a model, and what is pinned.
+
+    A collection of spaces that is looked up by name: `spaces["layer1.0.conv1"]`, `"0" in spaces`.
+    There is no `spaces[0]`, since names are often numbers: the first space is `spaces.spaces[0]`.
+    Two maps are equal if all in them is, tensors by value; so are spaces, axes and places.
 
     >>> import torch, zipfx
     >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -156,19 +164,40 @@ class SpaceMap:
     def __len__(self) -> int:
         return len(self.spaces)
 
+    def __contains__(self, item: object) -> bool:
+        """Whether there is a space of this name, or one equal to this space."""
+        if isinstance(item, Space):
+            return any(space == item for space in self.spaces)
+        return isinstance(item, str) and any(space.name == item for space in self.spaces)
+
     def __getitem__(self, name: str) -> Space:
+        """The space of this name.
+
+        Raises:
+            UnknownNameError: a `ZipError`, and a `KeyError`: there is none; the nearest are named.
+        """
         for space in self.spaces:
             if space.name == name:
                 return space
-        raise KeyError(name)
+        known = [space.name for space in self.spaces]
+        if not isinstance(name, str):
+            raise UnknownNameError(
+                f"spaces are looked up by their names, such as {known[:3]}, and {name!r} is a "
+                f"{type(name).__name__}; by position: .spaces[i]"
+            )
+        alike = {n: difflib.SequenceMatcher(None, n, name).ratio() for n in known}
+        near = sorted(known, key=lambda n: -alike[n])[:3]
+        nearest = f"the nearest names are {near}" if near else "there are none at all"
+        raise UnknownNameError(f"there is no space {name!r}; {nearest}")
 
+    @own_modes()
     def random_permutations(self, seed: int = 0) -> dict[str, Tensor]:
         """One random permutation (size,) int64 for every space, from a generator of its own.
 
         Features of a space with blocks stay inside their block; the blocks themselves are another
         space.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(whole("seed", seed) % 2**64)
         found = {}
         for s in self.spaces:
             parts = [torch.randperm(n, generator=generator) for n in s.blocks or (s.size,)]
@@ -176,11 +205,16 @@ class SpaceMap:
             found[s.name] = torch.cat([p + at for p, at in zip(parts, starts, strict=True)])
         return found
 
+    @own_modes()
     def permuted(self, model: nn.Module, permutations: Mapping[str, Tensor]) -> nn.Module:
         """A copy of `model` whose features are reordered; it computes the same function.
 
         Feature j of a space moves from position permutations[name][j] to position j. The model
         passed in is left unchanged.
+
+        Raises:
+            ZipError: there is no such space, an order is no permutation of its features (or leads
+                out of their blocks), or the model is not like the one that was analysed.
         """
         twin = copy.deepcopy(model)
         tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
@@ -188,9 +222,15 @@ class SpaceMap:
         with torch.no_grad():
             moves = axis_moves([self[name] for name in permutations], permutations)
             for name, mine in moves.items():
+                if name not in tensors:
+                    raise ZipError(
+                        f"the model has no parameter {name!r}: give the one that was analysed, or "
+                        "one of its architecture"
+                    )
                 tensors[name].copy_(moved(tensors[name], mine))
         return twin
 
+    @own_modes()
     def draw(self, path: str | Path) -> None:
         """Write a picture of the traced graph, coloured by feature space: .svg, .png or .pdf.
 
@@ -293,25 +333,25 @@ def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int])
     )
 
 
-def select(x: Tensor, dims: tuple[int, ...], index: Tensor) -> Tensor:
+# these are part of merges, so they are written in what of Python torch.jit.script knows
+def select(x: Tensor, dims: list[int], index: Tensor) -> Tensor:
     """`index_select` along several dimensions taken as one, flattened in this order."""
-    return _along(x, dims, lambda t: t.index_select(-1, index))
+    last = list(range(-len(dims), 0))
+    moved = x.movedim(dims, last)
+    found = moved.flatten(-len(dims)).index_select(-1, index)
+    return found.reshape(moved.shape).movedim(last, dims)
 
 
-def mix(x: Tensor, dims: tuple[int, ...], matrix: Tensor) -> Tensor:
+def mix(x: Tensor, dims: list[int], matrix: Tensor) -> Tensor:
     """Multiply by a matrix (n, d) along several dimensions taken as one, flattened in this order.
 
-    >>> mix(torch.tensor([[1.0, 2.0]]), (1,), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    >>> mix(torch.tensor([[1.0, 2.0]]), [1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     tensor([[2., 3.]])
     """
-    return _along(x, dims, lambda t: t @ matrix.to(x.dtype).T)
-
-
-def _along(x: Tensor, dims: tuple[int, ...], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function of the last dimension to several dimensions taken as one."""
-    last = tuple(range(-len(dims), 0))
+    last = list(range(-len(dims), 0))
     moved = x.movedim(dims, last)
-    return function(moved.flatten(-len(dims))).reshape(moved.shape).movedim(last, dims)
+    found = moved.flatten(-len(dims)) @ matrix.to(x.dtype).T
+    return found.reshape(moved.shape).movedim(last, dims)
 
 
 # ------------------------------------------------------------------ as text

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
+from zipfx.values import ByValue
 
 Similarity = Literal["correlation", "covariance", "cosine"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
@@ -20,7 +21,7 @@ _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums 
 
 
 @dataclass(frozen=True, eq=False)
-class Statistics:
+class Statistics(ByValue):
     """Count, mean and covariance of N features, those of K models side by side.
 
     Args:

@@ -29,10 +29,11 @@ from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
 from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
+from zipfx.memory import span
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
-from zipfx.trace import is_batch_norm
+from zipfx.tensors import is_batch_norm
 from zipfx.tracers import is_in_place
 from zipfx.unfold import PART_KEY, title
 
@@ -81,6 +82,7 @@ def plan_targets(
     heads: Sequence[HeadPlan],
     sources: int,
     modules: Sequence[fx.GraphModule] | None = None,
+    written: Sequence[Tensor] = (),
 ) -> tuple[list[Step], list[str]]:
     """The layers to refit, in the order of the graph, and what else has weights.
 
@@ -88,8 +90,9 @@ def plan_targets(
         merged: the merged model; job, heads: what it was made from, and its heads.
         sources: of data: 1, which all models see, or K, each the model's own.
         modules: the models as they will be run (default: those of the job).
+        written: what forward of the merged model writes to, which is no weight to be solved for.
     """
-    return _Planner(merged, job, heads, sources, modules or job.modules).plan()
+    return _Planner(merged, job, heads, sources, modules or job.modules, written).plan()
 
 
 class _Planner:
@@ -100,6 +103,7 @@ class _Planner:
         heads: Sequence[HeadPlan],
         sources: int,
         modules: Sequence[fx.GraphModule],
+        written: Sequence[Tensor],
     ) -> None:
         self.merged, self.analysis, self.sources = merged, job.analysis, sources
         self.models = range(len(job.modules))
@@ -111,7 +115,8 @@ class _Planner:
         self.merges = [job.matched[s.name][0] for s in job.analysis.spaces]
         self.nodes = list(merged.graph.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
-        self.uses = Counter(id(t) for node in self.nodes for t in self._parameters(node))
+        uses = [t for node in self.nodes for t in self._parameters(node)]
+        self.uses = np.array([span(t) for t in (*uses, *written)], np.int64).reshape(-1, 2)
         self.weighted = [node for node in self.nodes if self._parameters(node)]
         self.calls = Counter(id(self._module(node)) for node in self.nodes)
         self.shapes = shapes(merged, job.inputs)
@@ -142,10 +147,15 @@ class _Planner:
         """The parameters that a node itself brings in."""
         return [t for t in tensors_at(self.merged, node) if isinstance(t, nn.Parameter)]
 
+    def _shared(self, t: Tensor) -> bool:
+        """Whether anything else lies on the memory of a parameter, or uses it as well."""
+        start, stop = span(t)
+        return int(((self.uses[:, 0] < stop) & (self.uses[:, 1] > start)).sum()) > 1
+
     def _step(self, node: fx.Node, norm: fx.Node | None) -> Step | None:
         module = self._module(node)
         own = [t for n in (node, norm) if n is not None for t in self._parameters(n)]
-        if module is None or any(self.uses[id(t)] > 1 for t in own) or len(node.args) != 1:
+        if module is None or any(map(self._shared, own)) or len(node.args) != 1:
             return None
         layer = layer_of(module, None if norm is None else self._module(norm))
         head = node.meta.get(HEAD_KEY)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
+
+from zipfx.calls import Argument, call
 
 #: modules of torch that are made of others, and of nothing else
 OPENED: tuple[type[nn.Module], ...] = (
@@ -47,6 +52,29 @@ def is_in_place(target: Any) -> bool:
     return target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
 
 
+@contextmanager
+def refusing_autocast(runs: Callable[[], bool]) -> Iterator[None]:
+    """While forward is traced: an autocast in it would be no part of the graph.
+
+    runs: whether operations are carried out at the moment, and not recorded.
+    """
+    enter: Any = torch.autocast.__enter__
+
+    def refuse(self: Any) -> Any:
+        if self._enabled and not runs():
+            raise TraceError(
+                "forward enters torch.autocast, which a graph does not hold; leave autocast to who "
+                "calls the model"
+            )
+        return enter(self)
+
+    try:
+        torch.autocast.__enter__ = refuse  # type: ignore[method-assign]
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
 def _notrace(kind: str) -> tuple[Any, ...]:
     """What timm says must not be traced through, if the caller uses timm."""
     registry = sys.modules.get("timm.models._features_fx")
@@ -65,15 +93,19 @@ def _forwards(base: Any) -> Iterator[tuple[CodeType, str]]:
 class Tracer(fx.Tracer):
     """`torch.fx.Tracer` that keeps buffers as nodes instead of folding them into constants.
 
-    opened: whether torch's transformers are looked into, which are leaves to fx (so that layers in
-    them can be cuts, and be refitted); functions: names of the `torch.autograd.Function`s whose
+    arguments: of forward, one placeholder each (None: as fx has them); opened: whether torch's
+    transformers are looked into, which are leaves to fx (so that layers in them can be cuts, and be
+    refitted); functions: names of the `torch.autograd.Function`s whose
     forward was traced; their backward is not part of the graph.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, *, opened: bool = False) -> None:
+    def __init__(
+        self, arguments: Sequence[Argument] | None = None, *, opened: bool = False
+    ) -> None:
         super().__init__(autowrap_functions=_notrace("functions"))
+        self.arguments = arguments
         self._leaves = _notrace("modules")
         self.opened = OPENED if opened else ()
         self._closed: nn.Module | None = None
@@ -88,6 +120,23 @@ class Tracer(fx.Tracer):
                 self.functions[self._forwards[frame.f_code]] = None
             frame = frame.f_back
         return super().create_node(*args, **kwargs)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """As in fx, which has one placeholder for all of `*args`, and for all of `**kwargs`."""
+        if self.arguments is None or not is_module or concrete_args is not None:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        arguments = self.arguments
+        proxies = [
+            self.create_proxy("placeholder", a.name, a.default, {}, type_expr=a.annotation)
+            for a in arguments
+        ]
+
+        def function(root: nn.Module, *values: Any) -> Any:
+            return call(functools.partial(root_fn, root), values, arguments)
+
+        return function, [self.root, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if type(m) in self.opened and m is not self._closed:

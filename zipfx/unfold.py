@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from zipfx.correspond import attribute, tensors_at
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
+from zipfx.tensors import runs_as
 
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
 #: first and last of the rows that it applies)
@@ -84,7 +85,7 @@ class _Unfolding:
             if node.op == "call_module" and node.target not in self.made:
                 leaf = self.module.get_submodule(str(node.target))
                 own = isinstance(leaf, nn.MultiheadAttention)
-                if own and type(leaf).forward is nn.MultiheadAttention.forward:
+                if own and runs_as(leaf, nn.MultiheadAttention):
                     self._attention(node, leaf)
             elif node.target in (F.linear, *_CONVOLUTIONS) and self.to_write:
                 self._function(node)
@@ -111,7 +112,7 @@ class _Unfolding:
             leaf.bias_k is not None
             or leaf.add_zero_attn
             or any(is_parametrized(m) for m in leaf.modules())
-            or type(leaf.out_proj).forward is not nn.Linear.forward
+            or not runs_as(leaf.out_proj, nn.Linear)
         )
         if odd or not outputs or len(read) < len(node.users) or not self._own(node):
             return

@@ -6,7 +6,7 @@ memory; here a tensor is copied when it is about to be written to, and restored 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,8 @@ class Guard(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owned = {t.untyped_storage()._cdata for t in tensors}
+        self._tensors = list(tensors)
+        self._owned = {t.untyped_storage()._cdata for t in self._tensors}
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -62,12 +63,52 @@ class Guard(TorchDispatchMode):
             for whole, before in self._saved.values():
                 whole.copy_(before)
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Those of the tensors that were written to, as far as memory tells."""
+        return [t for t in self._tensors if t.untyped_storage()._cdata in self._saved]
+
+
+class State:
+    """Tensors that a module's forward writes to, and what they hold before it ever runs.
+
+    Whatever is run on data begins each time with that, so that a result depends neither on the
+    order of batches nor on how many there were.
+
+    >>> counter = torch.zeros(2)
+    >>> state = State([counter])
+    >>> _ = counter.add_(1)
+    >>> state.reset()
+    >>> counter
+    tensor([0., 0.])
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.initial = self.values()
+
+    def values(self) -> list[Tensor]:
+        """What they hold now."""
+        return [t.detach().clone() for t in self.tensors]
+
+    def reset(self, values: Sequence[Tensor] | None = None) -> None:
+        """Write what they held at first, or other values."""
+        with torch.no_grad():
+            for t, value in zip(self.tensors, self.initial if values is None else values):
+                t.copy_(value)
+
 
 def overwritten(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an aten call may write to; of a norm all, as some say nothing of it."""
-    if "batch_norm" in op._schema.name:
-        return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return declared(op, args, kwargs)
+    """The tensors that an aten call writes to; a norm does so in training only, whatever its schema
+    says."""
+    found, name = declared(op, args, kwargs), op._schema.name
+    if "batch_norm" not in name:
+        return found
+    given = {a.name: v for a, v in zip(op._schema.arguments, args)} | kwargs
+    statistics = [given.get(key) for key in ("running_mean", "running_var")]
+    others = [t for t in found if all(t is not s for s in statistics)]
+    trains = given.get("training", name.endswith("_with_update"))
+    return [*others, *(t for t in statistics if trains and isinstance(t, Tensor))]
 
 
 def declared(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from zipfx.copies import alias
+from zipfx.modes import as_caller, as_library
 from zipfx.precision import inexact, widened
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
-from zipfx.trace import alias, clone_tensors, leaves, map_tensors, named_tensors
+from zipfx.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
+
+aten = torch.ops.aten
 
 
 class _Runner(fx.Interpreter):
@@ -39,7 +44,8 @@ class _Runner(fx.Interpreter):
         name = self.state.names.get(id(t), "")  # else a constant in a module's attribute
         if not name or name in self.written:
             return self.written.get(name, t)
-        value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
+        with as_library():
+            value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
         if name in self.state.written:
             self.written[name] = value
         return value
@@ -66,6 +72,27 @@ class _Runner(fx.Interpreter):
         return value
 
 
+class Wide(TorchDispatchMode):
+    """What asks for a dtype of real numbers gets this one (of complex ones, that of its pairs):
+    where all weights are float64, another would not fit them."""
+
+    def __init__(self, dtype: torch.dtype | None = torch.float64) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if self.dtype is not None and dtype is not None and func is not aten.view.dtype:
+            if dtype.is_floating_point:
+                kwargs["dtype"] = self.dtype
+            elif dtype.is_complex:
+                kwargs["dtype"] = self.dtype.to_complex()
+        return func(*args, **kwargs)
+
+
 class _State:
     """The model under test, on its own memory; constant parameters (fresh norms, zero biases) are
     made uneven."""
@@ -84,8 +111,10 @@ class _State:
         self.names = {id(t): name for name, t in named.items()}
         self.uneven: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
+        constants = constant_names(module)
         for name, t in named.items():
-            if inexact(t) and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
+            learned = inexact(t) and name not in constants
+            if learned and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
                 kind = torch.complex128 if t.is_complex() else torch.float64
                 noise = torch.rand(t.shape, generator=generator, dtype=kind)
                 self.uneven[name] = noise.to(t.device) + 0.5
@@ -95,7 +124,7 @@ class _State:
     ) -> tuple[dict[str, Any], float]:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
-        with torch.no_grad():
+        with torch.no_grad(), as_caller(), Wide():
             runner.run(*map_tensors(_fresh, tuple(inputs)))
         return runner.kept, runner.eps
 
@@ -195,7 +224,7 @@ def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[s
             for dims, index in ((place.dims, place.index), *place.also) if found else ():
                 source = torch.arange(math.prod(value.shape[d] for d in dims))
                 source[index.flatten()] = index[orders[space.name]].flatten()
-                value = select(value, dims, source.to(value.device))
+                value = select(value, list(dims), source.to(value.device))
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,37 +11,44 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx import match
+from zipfx.alike import aligned
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.calibrate import (
     BatchToArgs,
     calibration,
-    example_arguments,
+    first_call,
     fixed_randomness,
     guessed_input,
 )
+from zipfx.checks import whole
+from zipfx.copies import hooked
 from zipfx.correspond import (
+    check_constants,
     check_finite,
-    check_integers,
     check_models,
     check_outputs,
-    correspond,
     counterparts,
     last_node,
     unpacked,
 )
 from zipfx.errors import ZipError, first_line
+from zipfx.made import MADE, as_made
+from zipfx.modes import own_modes
+from zipfx.naming import name_of_callable
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import match_spaces, observed
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
+from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
 from zipfx.spaces import Space
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
-from zipfx.trace import NOTES, is_batch_norm, named_tensors, trace
+from zipfx.tensors import is_batch_norm, named_tensors
+from zipfx.trace import NOTES, trace
 from zipfx.unfold import unfold
 from zipfx.weigh import match_weights
 
@@ -49,6 +57,7 @@ REPAIRS = ("none", "bn", *REFITS)
 _FIRST = "the first samples of calib_loader"
 
 
+@own_modes()
 def zip(
     models: Sequence[nn.Module],
     calib_loader: Iterable[Any] | None,
@@ -89,7 +98,7 @@ def zip(
             ask of each task's data for the features of that task's model only, which is better.
         example_inputs: input (or tuple of arguments) to analyse with; default: two samples of the
             first batch, or, without data, random ones of a size that the first weight suggests.
-        max_samples: calibrate on at most this many samples.
+        max_samples: calibrate on at most this many samples of each loader; no more are drawn.
         device: where to calibrate and match; default: where the models are.
         progress: show progress bars.
         seed: of everything random; the caller's generators are restored afterwards.
@@ -126,11 +135,11 @@ def zip(
     blind = calib_loader is None
     if repair is None:
         repair = "none" if blind else "refit"
-    refitting = repair if isinstance(repair, Refit) else REFITS.get(repair)
+    refitting = repair if isinstance(repair, Refit) else REFITS.get(str(repair))
     repair = "refit" if isinstance(repair, Refit) else repair
-    if repair not in REPAIRS:
+    if not isinstance(repair, str) or repair not in REPAIRS:
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
-    if places not in PLACES:
+    if not isinstance(places, str) or places not in PLACES:
         raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
     check_models(models)
     if partial is not None and not isinstance(partial, str):
@@ -147,7 +156,7 @@ def zip(
         away = home if device is None else torch.empty(0, device=device).device
     except RuntimeError as error:
         raise ZipError(f"device={device!r} is none: {first_line(error)}") from error
-    stages = Stages(away)
+    stages, seed = Stages(away), whole("seed", seed) % 2**64
     with fixed_randomness(seed), torch.no_grad():
         data = (
             None
@@ -157,11 +166,29 @@ def zip(
         with stages.stage("trace"):
             guessed = [guessed_input(models[0])] if blind and example_inputs is None else []
             example = guessed[0] if guessed else example_inputs
-            inputs = example_arguments(models[0].forward, data, example, away)
-            modules = [trace(m, tracer, None if away == home else away, inputs) for m in models]
-            last = last_node(modules[0], partial)
-        with stages.stage("analyze"):
+            inputs, by_name, data, unread = first_call(models[0], data, example, away)
+            elsewhere = None if away == home else away
+            modules = [trace(m, tracer, elsewhere, inputs, by_name) for m in models]
             given = "example_inputs" if data is None or example_inputs is not None else _FIRST
+            states = [
+                state_of(m, inputs, f"model {k} fails on {given}") for k, m in enumerate(modules)
+            ]
+            if any(isinstance(t, nn.Parameter) for state in states for t in state.tensors):
+                # on memory of their own
+                modules = [trace(m, tracer, away, inputs, by_name) for m in models]
+                states = [state_of(m, inputs) for m in modules]
+            last = last_node(modules[0], partial)
+        with stages.stage("correspond"):
+            if partial is None:
+                check_outputs(modules, inputs)
+            alike = aligned(modules, last, inputs, partial)
+            states = [
+                state if new is old else state_of(new, inputs)
+                for state, new, old in builtins.zip(states, alike.modules, modules, strict=True)
+            ]
+            modules, last = alike.modules, alike.last
+            check_constants(modules, last)
+        with stages.stage("analyze"):
             analysis = _analyse(modules, inputs, last, verify, seed, given)
             last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
@@ -169,13 +196,6 @@ def zip(
                 unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
             ):
                 analysis = analysis.pin(unseen, reason)
-            if analysis.facts.written(len(analysis.facts.nodes)) & _parameter_names(modules[0]):
-                modules = [trace(m, tracer, away, inputs) for m in models]  # forward writes to them
-        with stages.stage("correspond"):
-            if partial is None:
-                check_outputs(modules, inputs)
-            correspond(modules, last)
-            check_integers(modules, last)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
@@ -184,6 +204,7 @@ def zip(
                     modules,
                     observed(tuple(analysis.spaces)),
                     data,
+                    states=states,
                     progress=progress,
                     choose=PLACES[places],
                     clone_inputs=_writes_inputs(analysis),
@@ -213,24 +234,30 @@ def zip(
         refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
-                counts["repair"] = repair_batch_norm(merged, data, progress=progress)
+                state = state_of(merged, inputs)
+                counts["repair"] = repair_batch_norm(merged, data, state, progress=progress)
+                if not counts["repair"]:
+                    notes.append('repair="bn" changed nothing: the merge has no BatchNorm')
             elif isinstance(refitting, Refit) and data is not None:
                 wide = unfold(merged, inputs)
                 wides = [unfold(m, inputs, to_write=False) for m in modules]
-                steps, left = plan_targets(wide, job, plans, len(data.loaders), wides)
+                states = [state_of(merged, inputs), *states]
+                written = states[0].tensors
+                steps, left = plan_targets(wide, job, plans, len(data.loaders), wides, written)
                 refits, counts["repair"] = refit(
-                    wide, wides, steps, data, refitting, progress=progress
+                    wide, wides, steps, data, refitting, states, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
+                notes += _unfitted(refits)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
     own_tracer = None if tracer is None else type(tracer).__qualname__
-    merged.meta[TRACED] = Traced(described(inputs), own_tracer)
+    merged.meta[TRACED] = Traced(described(inputs), own_tracer, by_name)
     merged.meta["zipfx"] = Report(
         models=len(models),
         partial=partial,
-        matcher=str(merging),
+        matcher=name_of_callable(merging),
         repair=repair,
         spaces=tuple(SpaceReport.of(s, *matched[s.name], observes) for s in analysis.spaces),
         layers=count_layers(analysis),
@@ -256,13 +283,27 @@ def zip(
                 "weight: pass example_inputs=... to choose"
                 for x in guessed
             ),
+            *alike.notes,
+            *_hooks(models),
+            *unread,
             *(note for note in taken if note not in analysis.spaces.notes),
             *_few(spaces, samples),
             *notes,
             *_unrepaired(analysis, merged, repair),
         ),
     )
+    merged.meta[MADE] = as_made(merged, len(models), partial is not None)
     return merged
+
+
+def _hooks(models: Sequence[nn.Module]) -> list[str]:
+    """Hooks of the caller, which are no part of the result."""
+    return [
+        f"hooks of model {k} are not part of the result: "
+        + ", ".join(repr(path) if path else "those of the model itself" for path in paths)
+        for k, model in enumerate(models)
+        if (paths := hooked(model))
+    ]
 
 
 def _few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
@@ -294,13 +335,25 @@ def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]
     )
 
 
+def _unfitted(refits: Sequence[Refitted]) -> list[str]:
+    """What refitting left as it was for want of data."""
+    unseen = [r.name for r in refits if r.unseen]
+    notes = []
+    if unseen:
+        notes.append(
+            "not refitted for want of data (each loader takes two samples, one to be held out): "
+            f"{', '.join(unseen)}"
+        )
+    if not any(r.changed for r in refits):
+        notes.append(
+            "the repair changed nothing: no layer that it could change got better on held-out data"
+        )
+    return notes
+
+
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _parameter_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters()}
 
 
 def _analyse(

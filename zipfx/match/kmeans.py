@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zipfx.errors import ZipError
+from zipfx.checks import whole
 from zipfx.match.permute import one_to_one
 from zipfx.match.protocol import Options, check_merged
 from zipfx.matrices import Matching
@@ -32,7 +32,7 @@ class KMeans(Options):
     The other options are those of `Options`.
 
     Raises:
-        ZipError: iterations is below 1.
+        ZipError: iterations is no whole number, or below 1.
 
     >>> correlation = torch.eye(4, dtype=torch.float64)
     >>> correlation[0, 3] = correlation[3, 0] = 0.9
@@ -46,8 +46,7 @@ class KMeans(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.iterations < 1:
-            raise ZipError(f"iterations is {self.iterations}: choose at least 1")
+        whole("iterations", self.iterations, 1)
 
     def __call__(
         self, statistics: Statistics, merged: int, *, across_only: bool = False

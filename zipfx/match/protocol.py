@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zipfx.checks import real
 from zipfx.errors import ZipError
 from zipfx.matrices import Matching, Merge
 from zipfx.statistics import SIMILARITIES, Similarity, Statistics
@@ -87,7 +88,7 @@ class Options:
         ):
             if value not in known:
                 raise ZipError(f"{name}={value!r} is unknown; choose one of {list(known)}")
-        if not 0 < self.ridge <= 1:
+        if not 0 < real("ridge", self.ridge) <= 1:
             raise ZipError(f"ridge is {self.ridge}: choose a value above 0, at most 1")
 
     def __repr__(self) -> str:

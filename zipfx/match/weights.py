@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zipfx.errors import ZipError
+from zipfx.checks import whole
 from zipfx.match.permute import Permute
 from zipfx.matrices import Matching
 from zipfx.statistics import Statistics
@@ -23,7 +23,7 @@ class Weights:
         sweeps: over all spaces at most; it ends earlier when nothing changes.
 
     Raises:
-        ZipError: sweeps is below 1.
+        ZipError: sweeps is no whole number, or below 1.
 
     >>> import torch, zipfx
     >>> a = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -38,8 +38,7 @@ class Weights:
     sweeps: int = 100
 
     def __post_init__(self) -> None:
-        if self.sweeps < 1:
-            raise ZipError(f"sweeps is {self.sweeps}: choose at least 1")
+        whole("sweeps", self.sweeps, 1)
 
     def __call__(
         self, statistics: Statistics, merged: int, *, across_only: bool = False

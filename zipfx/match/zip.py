@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ class Zip(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if not 0 <= value <= 1:
+            if not isinstance(value, numbers.Real) or not 0 <= value <= 1:
                 raise ZipError(f"{name} is {value}: choose a value from 0 to 1")
 
     def __call__(

@@ -1,0 +1,373 @@
+"""Alike: models that compute the same, but are written differently, become one architecture.
+
+Two checkpoints of one network may come from different code: another library, `nn.ReLU` or
+`F.relu`, a dropout more or less, another eps of the BatchNorms.  What their graphs compute is
+numbered (`numbering`), so that it is known which weights correspond.  Then every model gets the
+graph and the modules of the first one, with its own weights, up to the cut; its head stays its own.
+Whether that computes what the model computed is checked on the example inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zipfx.correspond import differing, last_node, mismatch, module_paths
+from zipfx.errors import ZipError
+from zipfx.interpret import describe
+from zipfx.modes import as_caller
+from zipfx.numbering import Numbers, Use, number
+from zipfx.precision import inexact, widened
+from zipfx.rewrite import Tree, plant, plant_unused
+from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
+from zipfx.trace import EXPECTS, NOTES, SETS
+from zipfx.untouched import untouched
+from zipfx.verify import Wide
+
+TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
+_EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The models, with nodes that correspond one by one up to index `last`; notes of what was
+    passed over."""
+
+    modules: list[fx.GraphModule]
+    last: int
+    notes: list[str]
+
+
+def aligned(
+    modules: Sequence[fx.GraphModule], last: int, inputs: Sequence[Any], partial: str | None
+) -> Aligned:
+    """Give all models the nodes of the first one, up to the cut.
+
+    Args:
+        modules: traced models; last: index of the last node of the trunk, in the first of them.
+        inputs: one value for each placeholder.
+
+    Raises:
+        ZipError: they do not compute the same; the message names the last cut that works.
+    """
+    odd = {k: m for k, m in enumerate(modules) if k and mismatch(modules[0], m, last) is not None}
+    notes = [
+        note
+        for k, module in enumerate(modules)
+        if k and k not in odd and partial is not None
+        for note in _split(modules[0], module, k, last, partial)
+    ]
+    if not odd:
+        return Aligned(list(modules), last, notes)
+    ours = number(modules[0], inputs)
+    theirs = {k: number(m, inputs) for k, m in odd.items()}
+    work = _Alignment(modules, ours, theirs, partial)
+    last, more = work.cut(last)
+    work.check(last)
+    found, left = list(modules), number(modules[0], inputs, last)
+    for k in (k for k, m in odd.items() if mismatch(modules[0], m, last) is not None):
+        found[k], told = _adopted(modules, k, last, ours, theirs[k], left)
+        _check_same(found[k], modules[k], k, inputs)
+        notes += told
+    notes += more
+    return Aligned(found, last, notes)
+
+
+def _split(
+    first: fx.GraphModule, other: fx.GraphModule, k: int, last: int, partial: str
+) -> list[str]:
+    """A note where a cut lies inside the stage of the same name in another model."""
+    beyond = list(other.graph.nodes)[last + 1 :]
+    if any(partial in module_paths(node) for node in beyond):
+        return [f"the cut after {partial!r} of model 0 lies inside {partial!r} of model {k}"]
+    return []
+
+
+class _Alignment:
+    """Up to where models compute the same."""
+
+    def __init__(
+        self,
+        modules: Sequence[fx.GraphModule],
+        ours: Numbers,
+        theirs: Mapping[int, Numbers],
+        partial: str | None,
+    ) -> None:
+        self.modules, self.ours, self.theirs, self.partial = modules, ours, theirs, partial
+        self.nodes = list(modules[0].graph.nodes)
+        known = {k: {use.number for use in found.uses} for k, found in theirs.items()}
+        #: the first node with a weight that a model does not use in this way
+        self.end = {
+            k: min((u.node for u in ours.uses if u.number not in known[k]), default=len(self.nodes))
+            for k in theirs
+        }
+
+    def cut(self, last: int) -> tuple[int, list[str]]:
+        """The last node of the trunk: an earlier one where a stage of the same name is shorter in
+        another model."""
+        notes: list[str] = []
+        ends = [last]
+        for k in self.theirs if self.partial is not None else ():
+            assert self.partial is not None
+            if self.end[k] > last:
+                notes += _split_by_number(self, k, last)
+                continue
+            shorter = self._shorter(k, last)
+            if shorter is not None:
+                ends.append(shorter)
+                notes.append(
+                    f"{self.partial!r} of model {k} is shorter than that of model 0: the cut lies "
+                    f"inside the latter, after {describe(self.nodes[shorter])}"
+                )
+        return min(ends), notes
+
+    def _shorter(self, k: int, last: int) -> int | None:
+        """The node of model 0 that computes what the stage of this name gives in model k."""
+        assert self.partial is not None
+        try:
+            end = last_node(self.modules[k], self.partial)
+        except ZipError:
+            return None
+        value = self.theirs[k].gives[end]
+        found = [
+            i
+            for i in range(min(last, self.end[k] - 1) + 1)
+            if self.ours.gives[i] == value and self.partial in module_paths(self.nodes[i])
+        ]
+        return max(found, default=None)
+
+    def check(self, last: int) -> None:
+        """Raise ZipError where the models compute different things before the cut."""
+        whole = last == len(self.nodes) - 1
+        for k, found in self.theirs.items():
+            if self.end[k] <= last or (whole and self.ours.gives[-1] != found.gives[-1]):
+                raise self._different(k, last)
+
+    def _different(self, k: int, last: int) -> ZipError:
+        theirs = list(self.modules[k].graph.nodes)
+        known, mine = set(self.theirs[k].gives), set(self.ours.gives)
+        x = next((i for i, v in enumerate(self.ours.gives[: last + 1]) if v not in known), last)
+        y = next((i for i, v in enumerate(self.theirs[k].gives) if v not in mine), len(theirs) - 1)
+        what = differing(self.modules[0], self.nodes[x], self.modules[k], theirs[y])
+        works = self._last_that_works()
+        advice = (
+            f"Up to there they are alike: the last cut that works is partial={works!r}"
+            if works
+            else "They have no layer in common that could be shared: only models of one "
+            "architecture can be zipped"
+        )
+        if what is None:  # what they do is the same, but not with which weights
+            shared = mismatch(self.modules[0], self.modules[k], last)
+            return ZipError(
+                f"models 0 and {k} do not correspond: {shared}. Tie or untie them alike. {advice}"
+            )
+        return ZipError(
+            f"models 0 and {k} do not correspond at {describe(self.nodes[x])} of model 0 and "
+            f"{describe(theirs[y])} of model {k}: {what}. {advice}"
+        )
+
+    def _last_that_works(self) -> str | None:
+        """The outermost module of model 0 that ends last among those that could be the cut."""
+        first = min(self.end.values())
+        if not any(use.node < first for use in self.ours.uses):
+            return None
+        ends: dict[str, int] = {}
+        for i, node in enumerate(self.nodes):
+            ends.update({path: i for path in module_paths(node) if path})
+        start = min(use.node for use in self.ours.uses)
+        fine = {path: end for path, end in ends.items() if start <= end < first}
+        latest = max(fine.values(), default=None)
+        paths = [path for path, end in fine.items() if end == latest]
+        return min(paths, key=lambda path: path.count("."), default=None)
+
+
+def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
+    """As `_split`, of a model that is written differently."""
+    assert work.partial is not None
+    nodes = list(work.modules[k].graph.nodes)
+    known = set(work.ours.gives[: last + 1])
+    gives = work.theirs[k].gives
+    late = [n for n, v in zip(nodes, gives, strict=True) if v not in known]
+    if any(work.partial in module_paths(n) for n in late if n.op == "call_module"):
+        return [
+            f"the cut after {work.partial!r} of model 0 lies inside {work.partial!r} of model {k}"
+        ]
+    return []
+
+
+# ------------------------------------------------------------------ the graph of the first model
+def _adopted(
+    modules: Sequence[fx.GraphModule],
+    k: int,
+    last: int,
+    ours: Numbers,
+    theirs: Numbers,
+    left: Numbers,
+) -> tuple[fx.GraphModule, list[str]]:
+    """Model k with the nodes and modules of the first model up to the cut, and notes."""
+    first, own = modules[0], modules[k]
+    weights, told = _weights(first, own, last, ours, theirs, k)
+    named = named_tensors(first)
+    adopted = {id(named[name]): t for name, t in weights.items()}
+    nodes = list(first.graph.nodes)
+    whole = last == len(nodes) - 1
+    trunk = Tree(first, lambda _, t: adopted.get(id(t), t.detach()))
+    plant(trunk, nodes[: last + 1])
+    if whole:
+        plant_unused(trunk, first)
+        root, graph = trunk.root, copy.deepcopy(first.graph)
+    else:
+        root, graph = _with_head(nodes[: last + 1], trunk.root, own, theirs, left)
+    module = fx.GraphModule(root, graph, type(own).__name__)
+    for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        module.__dict__[kind] = root.__dict__[kind]
+    module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
+    module.eval()
+    module.graph.lint()
+    note = (
+        f"model {k} is written differently from model 0 ({mismatch(first, own, last)}), and "
+        "computes the same up to the cut: there it has the modules of model 0, with its own weights"
+    )
+    return module, [note, *told]
+
+
+def _weights(
+    first: fx.GraphModule, own: fx.GraphModule, last: int, ours: Numbers, theirs: Numbers, k: int
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of model k under the names, and in the layout, of the first model."""
+    target, source = named_tensors(first), named_tensors(own)
+    uses = {use.number: use for use in theirs.uses}
+    found: dict[str, Tensor] = {}
+    covered: dict[str, int] = {}
+    origin: dict[str, Use] = {}
+    for use in (u for u in ours.uses if u.node <= last):
+        other = uses[use.number]
+        origin.setdefault(use.name, other)
+        new = found.setdefault(use.name, torch.empty_like(target[use.name]).detach())
+        _window(new, use).copy_(_window(source[other.name].detach(), other))
+        covered[use.name] = covered.get(use.name, 0) + _window(new, use).numel()
+    for name, count in covered.items():
+        if count != target[name].numel():
+            raise ZipError(
+                f"models 0 and {k} are written differently, and of {name!r} of model 0 only "
+                f"{count} of {target[name].numel()} entries are used: it can not be told which "
+                "weights correspond"
+            )
+    changed = []
+    for name, (eps, scale) in ours.eps.items():
+        if name in origin:
+            theirs_eps = theirs.eps[origin[name].name][0]
+            if theirs_eps != eps:
+                _fold_eps(found, name, scale, theirs_eps, eps)
+                changed.append((theirs_eps, eps))
+    told = [
+        f"BatchNorm's eps is {a:g} in model {k} and {b:g} in model 0, in {changed.count((a, b))} "
+        "layers: made up for in the statistics"
+        for a, b in dict.fromkeys(changed)
+    ]
+    return found, told
+
+
+def _window(t: Tensor, use: Use) -> Tensor:
+    size, stride, offset = use.window
+    return t.as_strided(size, stride, int(t.storage_offset()) + offset)
+
+
+def _fold_eps(
+    found: dict[str, Tensor], name: str, scale: str | None, theirs: float, ours: float
+) -> None:
+    """Make a norm with another eps compute the same: in its variance, or, where that would become
+    negative, in its weight."""
+    variance = found[name].double()
+    if bool((variance + theirs - ours >= 0).all()):
+        found[name].copy_(variance + theirs - ours)
+    elif scale is not None and scale in found:
+        found[scale].mul_(((variance + ours) / (variance + theirs)).sqrt().to(found[scale].dtype))
+    else:
+        raise ZipError(
+            f"the eps of a BatchNorm ({name!r} of model 0) is {ours:g}, in another model "
+            f"{theirs:g}, and its variance is too small to make up for that: set both to one eps"
+        )
+
+
+def _with_head(
+    trunk_nodes: Sequence[fx.Node],
+    trunk: nn.Module,
+    own: fx.GraphModule,
+    theirs: Numbers,
+    left: Numbers,
+) -> tuple[nn.Module, fx.Graph]:
+    """The trunk of the first model, and what of a model's own graph is not in it."""
+    graph, copies = fx.Graph(), dict[int, fx.Node]()
+    seen: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(trunk_nodes):
+        copies[i] = seen[node] = graph.node_copy(node, seen.__getitem__)
+        if node.op in ("call_module", "get_attr"):
+            copies[i].target = f"{TRUNK}.{node.target}"
+    given = {value: i for i, value in left.left.items() if trunk_nodes[i].op != "get_attr"}
+    inputs = [n for n in trunk_nodes if n.op == "placeholder"]
+    nodes = list(own.graph.nodes)
+    at = {node: i for i, node in enumerate(nodes)}
+    needed, stack = {len(nodes) - 1}, [len(nodes) - 1]
+    crossing: dict[tuple[int, int], int] = {}
+    while stack:
+        i = stack.pop()
+        for source in nodes[i].all_input_nodes:
+            j = at[source]
+            value = theirs.reads[i][j]
+            tensors = any(isinstance(part, tuple) for part in value)
+            if tensors and value in given and source.op != "get_attr":
+                crossing[i, j] = given[value]
+            elif source.op == "placeholder":
+                ours = [n.op for n in nodes[: j + 1]].count("placeholder") - 1
+                crossing[i, j] = trunk_nodes.index(inputs[ours])
+            elif j not in needed:
+                needed.add(j)
+                stack.append(j)
+    head = [nodes[i] for i in sorted(needed)]
+    tree = Tree(own, lambda _, t: t.detach())
+    plant(tree, head)
+    plant_unused(tree, own)
+    tree.root.add_module(TRUNK, trunk)
+    made: dict[int, fx.Node] = {}
+
+    def mapped(i: int) -> Callable[[fx.Node], fx.Node]:
+        return lambda n: copies[crossing[i, at[n]]] if (i, at[n]) in crossing else made[at[n]]
+
+    for node in head:
+        made[at[node]] = graph.node_copy(node, mapped(at[node]))
+    return tree.root, graph
+
+
+def _check_same(new: fx.GraphModule, old: fx.GraphModule, k: int, inputs: Sequence[Any]) -> None:
+    """Check that a model computes what it computed, on the example inputs."""
+    try:
+        found = [_run(m, inputs, torch.float64) for m in (new, old)]
+        bound = _EXACT
+    except Exception:  # it asks for its own dtype
+        found, bound = [_run(m, inputs, None) for m in (new, old)], _CLOSE
+    for a, b in zip(*found, strict=True):
+        gap = float((a - b).abs().max()) if a.numel() else 0.0
+        if a.shape != b.shape or not gap <= bound * max(float(b.abs().max()), 1e-30):
+            raise ZipError(
+                f"models 0 and {k} are written differently, and the weights of model {k} in the "
+                "graph of model 0 do not compute the same; use one implementation for both"
+            )
+
+
+def _run(module: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor]:
+    """The output's tensors, in float64."""
+    wide, given = module, clone_tensors(tuple(inputs))
+    if dtype is not None:
+        wide, given = copy.deepcopy(module), map_tensors(widened, given)
+        for t in (*wide.parameters(), *wide.buffers()):  # `to` would drop imaginary parts
+            t.data = widened(t.data)
+    with torch.no_grad(), untouched(named_tensors(wide).values()), as_caller(), Wide(dtype):
+        result = fx.Interpreter(wide).run(*given)
+    tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
+    return [widened(t) if inexact(t) else t.double() for t in tensors]

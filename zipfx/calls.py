@@ -1,0 +1,210 @@
+"""Calls: what a model's forward is given, as values that a graph takes one by one.
+
+A graph has one placeholder for each value.  `*args` and `**kwargs` have none of their own: what
+they hold on the example inputs are further placeholders, under their own names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
+
+from zipfx.copies import structural_copy, views
+from zipfx.errors import ZipError
+from zipfx.modes import as_caller
+from zipfx.tensors import leaves, map_tensors
+from zipfx.untouched import untouched
+
+#: what batches hold for a loss, going by its name
+_LABELS = re.compile(r"(^|_)(labels?|targets?|label_ids)$|^(start|end)_positions$")
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One value that forward is given; default: () or (value,), as in a placeholder; by_name: it
+    can not be given by its place; annotation: of its type, if there is one."""
+
+    name: str
+    default: tuple[Any, ...] = ()
+    by_name: bool = False
+    annotation: Any = None
+
+
+def in_order(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """One value for every argument of forward, defaults included, as a graph takes them, and the
+    names of the last of them, those that can only be given by name.
+
+    Raises:
+        TypeError: they are not its arguments.
+
+    >>> in_order(lambda x, y=2, *, flag=True, **others: None, [1], {"more": 4})
+    ((1, 2, True, 4), ('flag', 'more'))
+    """
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return (*bound.args, *bound.kwargs.values()), tuple(bound.kwargs)
+
+
+def spelled(
+    forward: Callable[..., Any], values: Sequence[Any], by_name: Sequence[str]
+) -> list[Argument]:
+    """The arguments of forward that these values are (as `in_order` gives them).
+
+    Raises:
+        TypeError: they are not its arguments.
+    """
+    count = len(values) - len(by_name)
+    signature = inspect.signature(forward)
+    bound = signature.bind(*values[:count], **dict(zip(by_name, values[count:], strict=True)))
+    bound.apply_defaults()
+    found: list[Argument] = []
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        known = parameter.default is not inspect.Parameter.empty
+        default = (parameter.default,) if known else ()
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            found += [Argument(f"{name}_{i}") for i in range(len(value))]
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            found += [Argument(key, by_name=True) for key in value]
+        else:
+            by_place = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            typed = parameter.annotation is not inspect.Parameter.empty
+            annotation = parameter.annotation if typed else None
+            found.append(Argument(name, default, not by_place, annotation))
+    return found
+
+
+def call(function: Callable[..., Any], values: Sequence[Any], arguments: Sequence[Argument]) -> Any:
+    """What a function gives for these values."""
+    pairs = list(zip(values, arguments, strict=True))
+    return function(
+        *(v for v, a in pairs if not a.by_name), **{a.name: v for v, a in pairs if a.by_name}
+    )
+
+
+def surplus(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[set[str], list[str]]:
+    """Which entries of a batch are no inputs of the merged model, and notes that say so.
+
+    What forward does not take is left out, and so is what it can do without and gives a loss for:
+    entries that are called labels, and those without which it gives the same outputs, only fewer.
+    Else they would be needed wherever the merged model is called.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = {name: p for name, p in parameters.items() if p.kind not in _SEVERAL}
+    unknown = {name for name in kwargs if name not in named} if not open_ended else set()
+    spare = [
+        name
+        for name, value in kwargs.items()
+        if name not in unknown
+        and value is not None
+        and (named[name].default is None if name in named else open_ended)
+    ]
+    labels = {name for name in spare if _LABELS.search(name)}
+    rest = {k: v for k, v in kwargs.items() if k not in unknown | labels}
+    for name in spare:
+        if name not in labels and _adds_outputs(model, args, rest, name):
+            labels.add(name)
+            del rest[name]
+    notes = []
+    if unknown:
+        notes.append(f"forward takes no {_list(unknown)}, which batches hold: left out")
+    if labels:
+        notes.append(
+            f"batches hold {_list(labels)}, without which forward gives its outputs as well (they "
+            "are for a loss): left out, so that the merged model is called without"
+        )
+    return unknown | labels, notes
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+def _adds_outputs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> bool:
+    """Whether forward gives more tensors with an argument than without, on this batch."""
+    found = []
+    home = next((t.device for t in model.parameters()), None)
+    for given in (kwargs, {k: v for k, v in kwargs.items() if k != name}):
+        twin = structural_copy(model)
+        own = copy.deepcopy(twin, views(twin))
+        mine = map_tensors(lambda t: t.to(home, copy=True), (tuple(args), dict(given)))
+        try:
+            with torch.no_grad(), untouched([*twin.parameters(), *twin.buffers()]), as_caller():
+                result = own(*mine[0], **mine[1])
+        except Exception:  # it can not do without, or not with: nothing is known
+            return False
+        tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
+        found.append((tree_structure(result), [t.shape for t in tensors]))
+    (with_it, more), (without, fewer) = found
+    return with_it != without and len(more) > len(fewer) and _subsequence(fewer, more)
+
+
+def _subsequence(few: Sequence[Any], many: Sequence[Any]) -> bool:
+    left = iter(many)
+    return all(any(x == y for y in left) for x in few)
+
+
+# ------------------------------------------------------------------ what a graph takes for granted
+def expect_absent(value: Any, name: str) -> None:
+    """Refuse what the graph has no use for, since it was traced without.
+
+    >>> expect_absent(1, "mask")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    zipfx.errors.ZipError: 'mask' was None when the models were traced, and would be ignored: ...
+    """
+    if value is not None:
+        raise ZipError(
+            f"{name!r} was None when the models were traced, and would be ignored: call it "
+            f"without, or merge with batches (or example_inputs) that hold {name!r}"
+        )
+
+
+def expect_given(value: Any, name: str) -> None:
+    """Refuse to go on without what the models were traced with."""
+    if value is None:
+        raise ZipError(
+            f"{name!r} was given when the models were traced, and is needed: call it with "
+            f"{name}=..., or merge with batches (or example_inputs) without {name!r}"
+        )
+
+
+def expect_equal(value: Any, name: str, wanted: Any) -> None:
+    """Refuse another setting than the one that forward was traced with."""
+    if value != wanted:
+        raise ZipError(
+            f"{name!r} was {wanted!r} when the models were traced, which decided the way that "
+            f"forward takes, and is {value!r}: merge with example_inputs that say so"
+        )
+
+
+EXPECTATIONS = (expect_absent, expect_given, expect_equal)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a graph expects of one of its inputs: one of `EXPECTATIONS`, with a value to compare."""
+
+    name: str
+    check: Callable[..., None]
+    wanted: Any = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the check is called with behind the input."""
+        return (self.name, self.wanted) if self.check is expect_equal else (self.name,)

@@ -1,0 +1,163 @@
+"""Modes: what the caller has set for all of torch, and what the library needs.
+
+A merge must not depend on where it is called from. Public functions run with gradients and
+inference mode as they need them, without autocast, without the modes that see every call
+(`TorchFunctionMode`, `TorchDispatchMode`), without hooks on all modules, with float32 and the CPU
+as defaults. What belongs to the caller - models, loaders - runs with the caller's default dtype and
+device.  All is as before when they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.modules.module as hooks
+import torch.nn.utils.parametrize as parametrize
+import torch.overrides as functions
+import torch.utils._python_dispatch as dispatch
+
+from zipfx.errors import ZipError
+
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """dtype: of new tensors; device: None for the CPU."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+
+
+_caller: ContextVar[_Defaults | None] = ContextVar("zipfx_caller", default=None)
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """The modes that the library needs; inside of another such call, nothing.
+
+    Raises:
+        ZipError: inside a transform of `torch.func`, where tensors are not what they seem.
+
+    >>> with torch.inference_mode(), own_modes():
+    ...     torch.is_inference_mode_enabled()
+    False
+    """
+    if _caller.get() is not None:
+        yield
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ZipError(
+            "zipfx was called inside a transform of torch.func (grad, vmap, ...), where tensors "
+            "stand for others: call it outside, and transform what comes out"
+        )
+    device = torch.get_default_device()
+    theirs = _Defaults(torch.get_default_dtype(), None if device.type == "cpu" else device)
+    token = _caller.set(theirs)
+    try:
+        with ExitStack() as stack:
+            for mode in (
+                torch.inference_mode(False),
+                dispatch._disable_current_modes(),
+                _without_function_modes(),
+                _without_autocast(),
+                _without_hooks(),
+                _without_cache(),
+                np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
+                _defaults(_Defaults()),
+            ):
+                stack.enter_context(mode)
+            yield
+    finally:
+        _caller.reset(token)
+
+
+@contextmanager
+def as_caller() -> Iterator[None]:
+    """The default dtype and device of the caller, for what is the caller's."""
+    theirs = _caller.get()
+    if theirs is None or theirs == _Defaults():
+        yield
+        return
+    with _defaults(theirs):
+        yield
+
+
+@contextmanager
+def as_library() -> Iterator[None]:
+    """Those of the library again, inside of `as_caller`."""
+    if _caller.get() in (None, _Defaults()):
+        yield
+        return
+    with _without_function_modes(), _defaults(_Defaults()):
+        yield
+
+
+@contextmanager
+def _defaults(wanted: _Defaults) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if wanted.device is not None:
+            stack.enter_context(wanted.device)
+        torch.set_default_dtype(wanted.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    popped = [functions._pop_mode() for _ in functions._get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            functions._push_mode(mode)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    on = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
+    try:
+        for device in on:
+            torch.set_autocast_enabled(device, False)
+        yield
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Hooks on all modules, and on what is registered in any."""
+    found: list[dict[int, Callable[..., Any]]] = [
+        value
+        for name, value in vars(hooks).items()
+        if name.startswith("_global_") and isinstance(value, dict)
+    ]
+    before = [dict(each) for each in found]
+    try:
+        for each in found:
+            each.clear()
+        yield
+    finally:
+        for each, entries in zip(found, before, strict=True):
+            each.update(entries)
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    """Weights that are computed are so anew each time, since they change."""
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
