@@ -484,3 +484,19 @@ def test_models_that_ask_for_single_precision_are_checked_in_double() -> None:
     spaces = zipfx.analyze(Asks(), torch.randn(2, 2, 12))
     assert [s.size for s in spaces] == [6]
     assert not any("numeric check" in p.reason for p in spaces.pinned)
+
+
+@pytest.mark.parametrize("repair", ["affine", "refit"])
+def test_a_real_layer_that_is_added_to_complex_numbers_is_refitted_by_itself(repair: str) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        z = modrelu(F.linear(fft.fft(s.a(x), dim=1) + s.b(x), s.w), s.m)
+        return s.h(fft.ifft(z, dim=1).real)
+
+    def make(seed: int) -> Net:
+        layers = {**linears("a b", 5, 6), "h": nn.Linear(7, 3)}
+        return net(forward, seed, **layers, w=weight(7, 6), m=parameter(7))
+
+    loader = [(data(6, 5, seed=i, batch=16),) for i in range(4)]
+    report = merge([make(0), make(1)], loader, repair=repair).meta["zipfx"]
+    assert [r.name for r in report.refits] == ["a", "b", "h"]
+    assert "not refitted: w, m" in report.notes
