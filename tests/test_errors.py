@@ -322,7 +322,7 @@ def test_a_permutation_that_is_none() -> None:
 
 def test_repair_needs_batches_of_more_than_one_sample() -> None:
     models = [mlp(act=nn.BatchNorm1d(6), seed=s) for s in (0, 1)]
-    refuse(models, [batch(n=1)], r'it reads 1 value .* or repair="none"', repair="bn")
+    refuse(models, [batch(n=1)], r'fewer than two values .* or repair="none"', repair="bn")
 
 
 # ------------------------------------------------------------------ every form of data that is fine

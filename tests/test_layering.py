@@ -18,10 +18,11 @@ ORDER = """
     example tidy trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
-    interpret twofold nesting occurrences known group places mapping verify analyze calibrate replay
+    rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
+    replay
     correspond observe fuse pairing weigh heads rewrite stored recipe made numbering alike
     assemble opaque unfold targets
-    refit repair report zip retrace files
+    refit repair report notes zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420
@@ -76,8 +77,9 @@ def test_stages_do_not_import_each_other(stage: str) -> None:
 def test_only_zip_and_the_package_see_the_stages(stage: str) -> None:
     seen_by = {name_of(f) for f in FILES if stage in imports(f)}
     assert "zip" in seen_by
-    # weigh is a second way to pair, targets look at what was assembled, files hold the report
-    assert seen_by <= {"", "zip", "weigh", "targets", "files"}
+    # weigh is a second way to pair, notes tell of both, targets look at what was assembled,
+    # files hold the report
+    assert seen_by <= {"", "zip", "weigh", "notes", "targets", "files"}
 
 
 def test_the_package_lists_its_public_names_only() -> None:

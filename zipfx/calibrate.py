@@ -255,9 +255,13 @@ def example_batch(example: Any, device: torch.device) -> Arguments:
 
 
 def first_call(
-    model: nn.Module, data: Calibration | None, example: Any, device: torch.device
+    model: nn.Module,
+    data: Calibration | None,
+    example: Any,
+    device: torch.device,
+    samples: int = 2,
 ) -> tuple[tuple[Any, ...], tuple[str, ...], Calibration | None, list[str]]:
-    """What to analyse a model with: `example`, or two samples of the first batch.
+    """What to analyse a model with: `example`, or some samples of the first batch.
 
     Returns:
         Its values and the names of the last of them (`calls.in_order`); the data without what
@@ -272,7 +276,7 @@ def first_call(
         batch = next(iter(data), None)
         if batch is None:
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
-        args, kwargs = first_samples(batch, 2)
+        args, kwargs = first_samples(batch, samples)
         dropped, notes = surplus(model, args, kwargs)
         data = replace(data, dropped=frozenset(dropped))
         batch = args, {k: v for k, v in kwargs.items() if k not in dropped}

@@ -48,7 +48,7 @@ class HeadPlan:
     axis maps that hold U; restored: source node -> its unmerges, needed on the edges (source,
     reader); merged: nodes of the head that still work on merged features; cloned: trunk nodes whose
     values the head overwrites, and whether they are a tensor each; same: trunk nodes that are one
-    tensor with another one.
+    tensor with another one; chosen: names of the nodes whose rows are others in every model.
     """
 
     nodes: list[int] = field(default_factory=list)
@@ -58,6 +58,7 @@ class HeadPlan:
     edges: set[tuple[int, int]] = field(default_factory=set)
     cloned: dict[int, bool] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
+    chosen: frozenset[str] = frozenset()
 
 
 def plan_head(
@@ -117,7 +118,8 @@ class _Planner:
             early |= late
 
     def _attempt(self, refused: set[int], early: set[int]) -> tuple[HeadPlan, set[int], set[int]]:
-        plan = HeadPlan()
+        facts = zip(self.nodes, self.facts.nodes, strict=True)
+        plan = HeadPlan(chosen=frozenset(node.name for node, fact in facts if fact.chosen))
         overwritten = self._head_nodes(plan)
         plan.cloned = {j: self.facts.nodes[j].is_tensor for j in overwritten - early}
         used: dict[int, set[bool]] = {}

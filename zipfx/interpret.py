@@ -24,6 +24,7 @@ from zipfx.ledger import Ledger
 from zipfx.memory import partners
 from zipfx.modes import as_caller, as_library
 from zipfx.precision import as_real, inexact
+from zipfx.rows import Origins, Rows
 from zipfx.rules import (
     ALSO_POINTWISE,
     IDENTITY,
@@ -59,7 +60,8 @@ _INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim"
 class Heard:
     """What was met at an address inside a node: the labels along `axis` (counted from the end).
 
-    blurred: dimensions along which other features lie; data: whether it depends on the input.
+    blurred: dimensions along which other features lie; data: whether it depends on the input;
+    chosen: whether its rows are others in every model.
     """
 
     address: Address
@@ -67,6 +69,7 @@ class Heard:
     labels: Ints
     blurred: tuple[int, ...]
     data: bool
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class NodeFacts:
     values: features of the tensors in its result, in pytree order; kind: the largest of theirs
     (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
     whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
-    and make inside it.
+    and make inside it; chosen: whether its rows are others in every model (see `rows`).
     """
 
     values: tuple[Labels, ...]
@@ -86,6 +89,7 @@ class NodeFacts:
     writes: frozenset[int]
     traits: frozenset[str]
     inner: tuple[Heard, ...] = ()
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class Facts:
 
     state: names of the parameters and buffers; their storages have the owners -1, -2, ...
     rewritten: (j, i, facts) where node j wrote in place to what node i had computed, and node i is
-    read again: what it says from then on.
+    read again: what it says from then on; empty: where data chooses rows, and has chosen none, so
+    that what follows was not seen at work.
     """
 
     ledger: Ledger
@@ -102,6 +107,7 @@ class Facts:
     notes: tuple[str, ...]
     state: tuple[str, ...] = ()
     rewritten: tuple[tuple[int, int, NodeFacts], ...] = ()
+    empty: tuple[str, ...] = ()
 
     def until(self, last: int) -> Facts:
         """The same facts, the values being as node `last` leaves them."""
@@ -122,7 +128,9 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.shadows = Shadows()
+        self.origins = Origins()
         self.notes: list[str] = []
+        self.empty: dict[str, None] = {}
         self.begin(Weights(None, ()))
 
     def begin(self, weights: Weights) -> None:
@@ -161,12 +169,15 @@ class _Mode(TorchDispatchMode):
             return self._see(func.decompose, *args, **kwargs)
         # a norm in eval mode may name its statistics as written although it leaves them alone
         written = [] if func in _NORMS else declared(func, args, kwargs)
+        rows = self.origins.after(func, args, kwargs)
         result = func(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and not tree_leaves(result)[0].numel():
+            self.empty[self.ledger.where] = None
         call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
         with as_library():
-            return self._seen(call, written)
+            return self._seen(call, written, rows)
 
-    def _seen(self, call: Call, written: list[Tensor]) -> Any:
+    def _seen(self, call: Call, written: list[Tensor], rows: Rows) -> Any:
         """Labels for what a call has made, or written to; its result."""
         func, result, operands = call.op, call.result, call.tensors()
         for t in operands:
@@ -188,6 +199,7 @@ class _Mode(TorchDispatchMode):
         targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
         for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
             self.ledger.mark_alive(labels)
+            self.origins.tell(t, rows)
             if any(t is other for other in written):
                 owner = self.shadows.owner(t)
                 self.writes.update(() if owner is None else (owner,))
@@ -197,20 +209,22 @@ class _Mode(TorchDispatchMode):
         for meeting in meetings(func, operands) if fresh else ():
             key = self.weights.key(meeting.weight)
             if key is not None and self.of(meeting.weight).kind == Kind.WEIGHT:
-                self._hear((key, False), self.of(meeting.other), meeting.axis)
-                self._hear((key, True), self.of(fresh[0]), meeting.axis)
+                chosen = bool(self.origins.of([meeting.other]) & Rows.CHOSEN)
+                self._hear((key, False), self.of(meeting.other), meeting.axis, chosen)
+                self._hear((key, True), self.of(fresh[0]), meeting.axis, chosen)
         return result
 
     def _see(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         with self:
             return function(*args, **kwargs)
 
-    def _hear(self, address: Address, labels: Labels, axis: int) -> None:
+    def _hear(self, address: Address, labels: Labels, axis: int, chosen: bool) -> None:
         ndim = len(labels.shape)
         along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
         ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
         others = {d - ndim for s in labels.features for d in support(s)} - {axis}
-        heard = Heard(address, axis, ids, tuple(sorted(others)), labels.kind == Kind.DATA)
+        data = labels.kind == Kind.DATA
+        heard = Heard(address, axis, ids, tuple(sorted(others)), data, chosen)
         self.inner[address, axis, ids.tobytes(), heard.blurred, heard.data] = heard
 
     def _labels(
@@ -299,6 +313,7 @@ class _Interpreter(fx.Interpreter):
             frozenset(o for o in owners if o is not None),
             writes,
             frozenset(traits),
+            chosen=bool(self.mode.origins.of(tensors) & Rows.CHOSEN),
         )
 
     def _reread(self, n: fx.Node, writes: frozenset[int]) -> None:
@@ -352,6 +367,7 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
             learned = inexact(t) and name not in constants
             labels = ledger.parameter(name, t) if learned else by_value(t)
             mode.shadows.put(t, labels, -1 - i)
+            mode.origins.tell(t, Rows.LEARNED if learned else Rows.GIVEN)
             seen = shared.get(given[name])  # through another tensor, which has elements of this one
             both = join(ledger, [seen, labels], labels.shape) if learned and seen else labels
             shared.write(given[name], both, -1 - i)
@@ -369,5 +385,9 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
             "make them one, or give them memory of their own"
         )
     notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
+    notes |= dict.fromkeys(
+        f"no row of the example inputs comes to what {where} chooses: give more of them"
+        for where in mode.empty
+    )
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
-    return Facts(ledger, nodes, tuple(notes), tuple(named), again)
+    return Facts(ledger, nodes, tuple(notes), tuple(named), again, tuple(mode.empty))

@@ -216,7 +216,8 @@ def observe(
     choose: Choose = reads_and_source,
     progress: bool = False,
 ) -> tuple[dict[str, list[Observer]], int]:
-    """The observers of every space, filled, and how many batches were read.
+    """The observers of every space, filled (those that a sample came to; a space in which nothing
+    ever varies has no entry), and how many batches were read.
 
     Args:
         modules: K traced models that correspond.
@@ -245,16 +246,18 @@ def observe(
             batches += 1
     if not batches:
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
+    reached: dict[str, list[Observer]] = {}
     for name, group in of_space.items():
-        for observer in group:
-            if not observer.moments.count:
-                raise ZipError("the calibration data holds no sample: all its batches are empty")
+        for observer in (o for o in group if o.moments.count):
             if (bad := observer.first_broken()) is not None:
                 raise ZipError(
                     f"activations of space {name!r} are NaN or Inf in model {bad} on the "
                     "calibration data; check that model's weights and the input normalisation"
                 )
-    return of_space, batches
+            reached.setdefault(name, []).append(observer)
+        if not any(bool(o.moments.variance().any()) for o in reached.get(name, ())):
+            reached.pop(name, None)  # nothing varies there
+    return reached, batches
 
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -8,7 +8,8 @@ blocks, and inside every block they are matched by the chosen matcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,6 +35,21 @@ def observed(spaces: Sequence[Space]) -> list[Space]:
     """The spaces whose own places are observed: blocks are known by the features inside them."""
     known = {block.space for s in spaces if not s.of_blocks and s.places for block in s.within}
     return [s for s in spaces if s.name not in known]
+
+
+def comparable(space: Space) -> Space:
+    """A space with those of its places that have the same rows in all models."""
+    return replace(space, places=tuple(p for p in space.places if not p.chosen))
+
+
+def unknown(spaces: Sequence[Space], seen: Collection[str]) -> set[str]:
+    """Names of the spaces of which nothing was observed, in themselves or in what lies in them.
+
+    seen: names of the spaces of which something was.
+    """
+    blind = {s.name for s in observed(spaces) if s.name not in seen}
+    blocks = {s.name: {i.name for i in inside(s, spaces)} for s in spaces if s.of_blocks}
+    return blind | {name for name, inner in blocks.items() if inner and inner <= blind}
 
 
 def match_spaces(

@@ -45,6 +45,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                     node.name, dims, index, s in readers.get(i, ()), blurred, own=s in own,
                     mixed=partly or (index.shape[1] > 1 and grouping.mixes(s, *slots)),
                     sizes=tuple(fact.values[0].shape[d] for d in dims), after=after.get(i),
+                    chosen=fact.chosen,
                 )  # fmt: skip
                 mine = places.setdefault(s, {})
                 mine[i] = _joined(place, mine[i]) if i in mine else place
@@ -93,7 +94,7 @@ def _inner_places(nodes: list[fx.Node], facts: Facts, grouping: Grouping) -> dic
                     mixed = index.shape[1] > 1 and grouping.mixes(s, heard[0].labels)
                     place = Place(
                         node.name, axis, index, not made, blurred, made, s in own, mixed,
-                        inner=address,
+                        inner=address, chosen=any(h.chosen for h in heard),
                     )  # fmt: skip
                     places.setdefault(s, []).append(place)
     return places

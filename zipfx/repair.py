@@ -40,7 +40,7 @@ class _Norm:
 
 def repair_batch_norm(
     module: fx.GraphModule, data: Calibration, state: State | None = None, *, progress: bool = False
-) -> int:
+) -> tuple[int, list[str]]:
     """Re-estimate the statistics of every BatchNorm in a merged module, in place.
 
     One after the other, in the order of the graph: mean and unbiased variance of what a norm reads,
@@ -52,7 +52,8 @@ def repair_batch_norm(
         state: what forward writes to: every batch begins with that.
 
     Returns:
-        The number of batches used; 0 if there is no BatchNorm.
+        The number of batches used, 0 if there is no BatchNorm; and the names of the nodes whose
+        norms were left as they are, since fewer than two values came to them.
 
     Raises:
         ZipError: no data, or not enough to measure a variance.
@@ -60,7 +61,8 @@ def repair_batch_norm(
     line, room = Line(module, state), Room(_MEMORY)
     norms = [(node, norm) for node in line.nodes for norm in _norms(module, node)]
     if not norms:
-        return 0
+        return 0, []
+    left: list[str] = []
     seen: dict[int, Moments] = {}
     calls = Counter(id(norm.mean) for _, norm in norms)
     with evaluating(module), torch.no_grad():
@@ -72,18 +74,21 @@ def repair_batch_norm(
                     moments.add(x.movedim(1, -1).reshape(-1, x.shape[1]))
                 room.settle(batch)
             if moments.count < 2:
-                raise ZipError(
-                    f"BatchNorm statistics can not be measured at node {node.name!r}: it reads "
-                    f"{moments.count} value of each channel on all of the calibration data, and a "
-                    'variance takes 2; give more samples, or repair="none"'
-                )
+                left.append(node.name)
+                continue
             norm.mean.copy_(moments.mean)
             norm.variance.copy_(moments.variance() * (moments.count / (moments.count - 1)))
             if calls[id(norm.mean)] > 1:  # what follows its first call must be computed anew
                 for batch in batches:
                     batch.run = None
         line.state.reset()
-    return len(batches)
+    if len(left) == len(norms):
+        raise ZipError(
+            f"BatchNorm statistics can not be measured: node {left[0]!r} reads fewer than two "
+            "values of each channel on all of the calibration data, and a variance takes 2; give "
+            'more samples, or repair="none"'
+        )
+    return len(batches), left
 
 
 def _norms(module: fx.GraphModule, node: fx.Node) -> Iterator[_Norm]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, iadd
@@ -112,6 +112,12 @@ class _Planner:
         self.number = {n.name: i for i, n in enumerate(graphs[0])}
         #: nodes of each head that still make merged features
         self.idle = [{g[i].name for i in p.merged} for g, p in zip(graphs, heads)]
+        #: nodes with other rows in every model, of the trunk and of each head
+        facts = zip(graphs[0], job.analysis.facts.nodes, strict=True)
+        self.chosen: dict[int | None, Collection[str]] = {
+            None: {node.name for node, fact in facts if fact.chosen}
+        }
+        self.chosen.update({k: plan.chosen for k, plan in enumerate(heads)})
         self.merges = [job.matched[s.name][0] for s in job.analysis.spaces]
         self.nodes = list(merged.graph.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}
@@ -163,6 +169,7 @@ class _Planner:
             layer is None
             or not layer.takes(self.shapes[node])
             or (head is not None and self._origin(node) in self.idle[head])
+            or self._origin(node) in self.chosen[head]
         ):
             return None
         end = norm or node

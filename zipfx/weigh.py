@@ -29,18 +29,22 @@ Tensors = Mapping[str, Sequence[Tensor]]
 _FREE = 1e-3  # what weights with axes in no order count for
 
 
-def match_weights(matcher: Weights, spaces: Sequence[Space], tensors: Tensors) -> Matched:
+def match_weights(
+    matcher: Weights, spaces: Sequence[Space], tensors: Tensors, given: Matched | None = None
+) -> Matched:
     """The matching of every space by the weights, until nothing changes.
 
     Args:
+        given: matchings of some of the spaces, which stay.
         tensors: the K corresponding tensors of every parameter, by its name in model 0. Axes of
             others do not count.
     """
     descent = _Descent(spaces, tensors)
-    found: Matched = {}
+    found: Matched = dict(given or {})
+    left = [space for space in spaces if space.name not in found]
     for _ in range(matcher.sweeps):
         changed = False
-        for space in spaces:
+        for space in left:
             before = found.get(space.name)
             inner = inside(space, spaces) if space.of_blocks else []
             known = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from zipfx.calibrate import (
     guessed_input,
 )
 from zipfx.checks import whole
-from zipfx.copies import hooked
 from zipfx.correspond import (
     check_constants,
     check_finite,
@@ -36,18 +35,19 @@ from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
 from zipfx.modes import own_modes
 from zipfx.naming import name_of_callable
+from zipfx.notes import blind as unobserved
+from zipfx.notes import few, hooks, unfitted, unrepaired, unrepaired_norms
 from zipfx.observe import PLACES, combine, observe
-from zipfx.pairing import match_spaces, observed
+from zipfx.pairing import Matched, comparable, match_spaces, observed, unknown
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes
-from zipfx.spaces import Space
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
-from zipfx.tensors import is_batch_norm, named_tensors
+from zipfx.tensors import named_tensors
 from zipfx.trace import NOTES, trace
 from zipfx.unfold import unfold
 from zipfx.weigh import match_weights
@@ -55,6 +55,7 @@ from zipfx.weigh import match_weights
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
 REPAIRS = ("none", "bn", *REFITS)
 _FIRST = "the first samples of calib_loader"
+_MANY = 256  # samples to analyse with, where two do not come everywhere
 
 
 @own_modes()
@@ -132,9 +133,9 @@ def zip(
     (1, 2)
     """
     merging = match.resolve(matcher)
-    blind = calib_loader is None
+    dataless = calib_loader is None
     if repair is None:
-        repair = "none" if blind else "refit"
+        repair = "none" if dataless else "refit"
     refitting = repair if isinstance(repair, Refit) else REFITS.get(str(repair))
     repair = "refit" if isinstance(repair, Refit) else repair
     if not isinstance(repair, str) or repair not in REPAIRS:
@@ -145,12 +146,12 @@ def zip(
     if partial is not None and not isinstance(partial, str):
         raise ZipError(f"partial is {partial!r}; give the qualified name of a module, or None")
     by_data = not isinstance(merging, match.Identity | match.Weights)
-    if blind and (by_data or repair != "none"):
+    if dataless and (by_data or repair != "none"):
         raise ZipError(
             'calib_loader=None works only with matcher="weights" or "identity" and repair="none"; '
             "pass an iterable of batches"
         )
-    observes = not blind and not isinstance(merging, match.Weights)
+    observes = not dataless and not isinstance(merging, match.Weights)
     home = _device(models[0])
     try:
         away = home if device is None else torch.empty(0, device=device).device
@@ -160,11 +161,11 @@ def zip(
     with fixed_randomness(seed), torch.no_grad():
         data = (
             None
-            if blind
+            if dataless
             else calibration(calib_loader, len(models), batch_to_args, max_samples, away)
         )
         with stages.stage("trace"):
-            guessed = [guessed_input(models[0])] if blind and example_inputs is None else []
+            guessed = [guessed_input(models[0])] if dataless and example_inputs is None else []
             example = guessed[0] if guessed else example_inputs
             inputs, by_name, data, unread = first_call(models[0], data, example, away)
             elsewhere = None if away == home else away
@@ -190,19 +191,24 @@ def zip(
             check_constants(modules, last)
         with stages.stage("analyze"):
             analysis = _analyse(modules, inputs, last, verify, seed, given)
+            if analysis.facts.empty and data is not None and example is None:
+                # data chooses rows: with more of them there may be some everywhere
+                inputs = first_call(models[0], data, None, away, _MANY)[0]
+                analysis = _analyse(modules, inputs, last, verify, seed, given)
             last = analysis.grouping.last
             reason = "lies inside one node of the traced graph, where it can not be observed"
             while observes and (
-                unseen := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
+                hidden := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]
             ):
-                analysis = analysis.pin(unseen, reason)
+                analysis = analysis.pin(hidden, reason)
+            spaces = tuple(analysis.spaces)
         with stages.stage("observe"):
             observers, batches = (
                 ({}, 0)
                 if data is None or not observes
                 else observe(
                     modules,
-                    observed(tuple(analysis.spaces)),
+                    [comparable(s) for s in observed(spaces)],
                     data,
                     states=states,
                     progress=progress,
@@ -219,13 +225,20 @@ def zip(
             return found
 
         with stages.stage("match"):
-            spaces = tuple(analysis.spaces)
-            parameters = {} if observes else _corresponding(modules, last)
-            check_finite(parameters, spaces)
-            if isinstance(merging, match.Weights):
-                matched = match_weights(merging, spaces, parameters)
-            else:
-                matched = match_spaces(merging, spaces, take if observes else None, len(models))
+            blind = unknown(spaces, observers) if observes else set()
+            by_weights = isinstance(merging, match.Weights)
+            parameters = {} if observes and not blind else _corresponding(modules, last)
+            check_finite(parameters, [s for s in spaces if not observes or s.name in blind])
+            matched: Matched = {}
+            if not by_weights:
+                known = [s for s in spaces if s.name not in blind]
+                matched = match_spaces(merging, known, take if observes else None, len(models))
+            if isinstance(merging, match.Identity):
+                rest = [s for s in spaces if s.name in blind]
+                matched |= match_spaces(merging, rest, None, len(models))
+            elif by_weights or blind:
+                how = merging if isinstance(merging, match.Weights) else match.Weights()
+                matched = match_weights(how, spaces, parameters, matched)
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
@@ -235,9 +248,9 @@ def zip(
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
                 state = state_of(merged, inputs)
-                counts["repair"] = repair_batch_norm(merged, data, state, progress=progress)
-                if not counts["repair"]:
-                    notes.append('repair="bn" changed nothing: the merge has no BatchNorm')
+                found = repair_batch_norm(merged, data, state, progress=progress)
+                counts["repair"], unmeasured = found
+                notes += unrepaired_norms(counts["repair"], unmeasured)
             elif isinstance(refitting, Refit) and data is not None:
                 wide = unfold(merged, inputs)
                 wides = [unfold(m, inputs, to_write=False) for m in modules]
@@ -248,7 +261,7 @@ def zip(
                     wide, wides, steps, data, refitting, states, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
-                notes += _unfitted(refits)
+                notes += unfitted(refits)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         merged.to(home)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
@@ -259,7 +272,9 @@ def zip(
         partial=partial,
         matcher=name_of_callable(merging),
         repair=repair,
-        spaces=tuple(SpaceReport.of(s, *matched[s.name], observes) for s in analysis.spaces),
+        spaces=tuple(
+            SpaceReport.of(s, *matched[s.name], observes and s.name not in blind) for s in spaces
+        ),
         layers=count_layers(analysis),
         parameters=sum(p.numel() for p in merged.parameters()),
         model_parameters=tuple(sum(p.numel() for p in m.parameters()) for m in models),
@@ -284,39 +299,17 @@ def zip(
                 for x in guessed
             ),
             *alike.notes,
-            *_hooks(models),
+            *hooks(models),
             *unread,
             *(note for note in taken if note not in analysis.spaces.notes),
-            *_few(spaces, samples),
+            *few(spaces, samples),
+            *([] if isinstance(merging, match.Identity) else unobserved(spaces, blind)),
             *notes,
-            *_unrepaired(analysis, merged, repair),
+            *unrepaired(analysis, merged, repair),
         ),
     )
     merged.meta[MADE] = as_made(merged, len(models), partial is not None)
     return merged
-
-
-def _hooks(models: Sequence[nn.Module]) -> list[str]:
-    """Hooks of the caller, which are no part of the result."""
-    return [
-        f"hooks of model {k} are not part of the result: "
-        + ", ".join(repr(path) if path else "those of the model itself" for path in paths)
-        for k, model in enumerate(models)
-        if (paths := hooked(model))
-    ]
-
-
-def _few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
-    """Spaces of which too little was seen for correlations to mean anything."""
-    few = [s for s in spaces if s.size > samples.get(s.name, s.size)]
-    if not few:
-        return []
-    least = min(few, key=lambda s: samples[s.name] / s.size)
-    return [
-        f"few calibration samples: fewer than features in {len(few)} of {len(spaces)} spaces "
-        f"({samples[least.name]} for the {least.size} features of {least.name!r}), so that "
-        "correlations and fits say little; give more data"
-    ]
 
 
 def _corresponding(modules: Sequence[fx.GraphModule], last: int) -> dict[str, list[Tensor]]:
@@ -324,31 +317,6 @@ def _corresponding(modules: Sequence[fx.GraphModule], last: int) -> dict[str, li
     tensors = counterparts(modules, last)
     names = named_tensors(modules[0]).items()
     return {n: tensors[id(t)] for n, t in names if id(t) in tensors and isinstance(t, nn.Parameter)}
-
-
-def _unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:
-    """Running variances outside BatchNorm modules: repair does not find them."""
-    known = {f"{name}.running_var" for name, m in merged.named_modules() if is_batch_norm(m)}
-    left = sorted(analysis.spaces.variances - known)
-    return [f"running statistics not re-estimated (no BatchNorm module): {', '.join(left)}"] * (
-        repair == "bn" and bool(left)
-    )
-
-
-def _unfitted(refits: Sequence[Refitted]) -> list[str]:
-    """What refitting left as it was for want of data."""
-    unseen = [r.name for r in refits if r.unseen]
-    notes = []
-    if unseen:
-        notes.append(
-            "not refitted for want of data (each loader takes two samples, one to be held out): "
-            f"{', '.join(unseen)}"
-        )
-    if not any(r.changed for r in refits):
-        notes.append(
-            "the repair changed nothing: no layer that it could change got better on held-out data"
-        )
-    return notes
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -1,0 +1,90 @@
+"""Notes: what a report says of a merge beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+
+from zipfx.analyze import Analysis
+from zipfx.copies import hooked
+from zipfx.pairing import comparable
+from zipfx.refit import Refitted
+from zipfx.spaces import Space
+from zipfx.tensors import is_batch_norm
+
+
+def blind(spaces: Sequence[Space], names: Collection[str]) -> list[str]:
+    """Spaces of which nothing was observed, so that they were matched by weights."""
+    rows = [s.name for s in spaces if s.name in names and s.places and not comparable(s).places]
+    left = [s.name for s in spaces if s.name in names and s.name not in rows]
+    notes = []
+    if rows:
+        notes.append(
+            "matched by weights, since rows are sent there by what each model computes, so that "
+            f"activations can not be compared: {', '.join(rows)}"
+        )
+    if left:
+        notes.append(
+            "matched by weights, since nothing varies there on the calibration data: "
+            f"{', '.join(left)}"
+        )
+    return notes
+
+
+def few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
+    """Spaces of which too little was seen for correlations to mean anything."""
+    few = [s for s in spaces if s.size > samples.get(s.name, s.size)]
+    if not few:
+        return []
+    least = min(few, key=lambda s: samples[s.name] / s.size)
+    return [
+        f"few calibration samples: fewer than features in {len(few)} of {len(spaces)} spaces "
+        f"({samples[least.name]} for the {least.size} features of {least.name!r}), so that "
+        "correlations and fits say little; give more data"
+    ]
+
+
+def hooks(models: Sequence[nn.Module]) -> list[str]:
+    """Hooks of the caller, which are no part of the result."""
+    return [
+        f"hooks of model {k} are not part of the result: "
+        + ", ".join(repr(path) if path else "those of the model itself" for path in paths)
+        for k, model in enumerate(models)
+        if (paths := hooked(model))
+    ]
+
+
+def unrepaired_norms(batches: int, unmeasured: Sequence[str]) -> list[str]:
+    """What repair="bn" left as it was."""
+    if not batches:
+        return ['repair="bn" changed nothing: the merge has no BatchNorm']
+    return [
+        "BatchNorms to which fewer than two values came are as they were fused: "
+        + ", ".join(unmeasured)
+    ] * bool(unmeasured)
+
+
+def unfitted(refits: Sequence[Refitted]) -> list[str]:
+    """What refitting left as it was for want of data."""
+    unseen = [r.name for r in refits if r.unseen]
+    notes = []
+    if unseen:
+        notes.append(
+            "not refitted for want of data (each loader takes two samples, one to be held out): "
+            f"{', '.join(unseen)}"
+        )
+    if not any(r.changed for r in refits):
+        notes.append(
+            "the repair changed nothing: no layer that it could change got better on held-out data"
+        )
+    return notes
+
+
+def unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:
+    """Running variances outside BatchNorm modules: repair does not find them."""
+    known = {f"{name}.running_var" for name, m in merged.named_modules() if is_batch_norm(m)}
+    left = sorted(analysis.spaces.variances - known)
+    return [f"running statistics not re-estimated (no BatchNorm module): {', '.join(left)}"] * (
+        repair == "bn" and bool(left)
+    )
