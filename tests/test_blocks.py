@@ -696,16 +696,6 @@ def test_unpooling() -> None:
     law1(model, 3, 4, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="blocks of one space as rows and as columns do not nest")
-def test_gram_matrix() -> None:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        a = s.a(x).flatten(2)
-        return s.h((a @ a.mT).flatten(1))
-
-    model = Net(forward, a=nn.Conv2d(3, 4, 1), h=nn.Linear(16, 3))
-    assert sizes(model, data(3, 5, 5)) == [(4, ())]
-
-
 @pytest.mark.xfail(
     strict=True,
     reason="a float buffer counts as a weight, and weights alone do not make a space",

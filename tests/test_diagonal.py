@@ -141,3 +141,27 @@ def test_tied_features_are_matched_one_to_one(matcher: str) -> None:
         assert heard == [True]
     report = merge(models, loader, matcher=matcher).meta["zipfx"]
     assert [(s.size, s.within) for s in report.spaces] == [(8, 0)]
+
+
+# ------------------------------------------------------------------ what is not found
+@pytest.mark.xfail(strict=True, reason="every group has its own columns only once it is convolved")
+def test_an_identity_in_the_kernel_of_a_grouped_convolution() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        identity = torch.eye(3, dtype=x.dtype).repeat(2, 1).view(6, 3, 1, 1)
+        kernel = s.w + F.pad(identity, (1, 1, 1, 1))
+        return s.h(F.relu(F.conv2d(F.relu(s.a(x)), kernel, padding=1, groups=2)))
+
+    ends = {"a": nn.Conv2d(3, 6, 1), "h": nn.Conv2d(6, 3, 1)}
+    model = Net(forward, **ends, w=parameter(6, 3, 3, 3))
+    law1(model, 3, 5, 5)
+    assert sizes(model, data(3, 5, 5)) == [(2, ()), (6, (3, 3))]
+
+
+@pytest.mark.xfail(strict=True, reason="what is overwritten has no feature: no diagonal is seen")
+def test_a_diagonal_that_is_overwritten() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.h(s.a(x) @ s.w.clone().fill_diagonal_(0.0))
+
+    model = Net(forward, a=nn.Linear(5, 8), h=nn.Linear(8, 3), w=parameter(8, 8))
+    law1(model, 6, 5)
+    assert sizes(model, data(6, 5)) == [(8, ())]

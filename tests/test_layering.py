@@ -18,7 +18,8 @@ ORDER = """
     example tidy trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
-    rows interpret nesting occurrences group places mapping verify analyze calibrate replay
+    rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
+    replay
     correspond observe fuse pairing weigh heads rewrite stored recipe made numbering alike
     assemble opaque unfold targets
     refit repair report notes zip retrace files

@@ -462,3 +462,41 @@ def test_heads_of_complex_models_are_cut_out() -> None:
     models, x = [make(), make()], data(*shape)
     merged = merge(models, [(data(*shape, seed=3, batch=8),)], matcher="permute", partial="s1")
     assert heads_error(merged, [run(m, (x,)) for m in models], (x,)) < EXACT
+
+
+def test_models_that_ask_for_single_precision_are_checked_in_double() -> None:
+    """The check widens the weights; what asks for cfloat gets as wide a kind."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h = nn.Conv1d(2, 6, 1), nn.Conv1d(6, 2, 1)
+            self.w = nn.Parameter(torch.randn(6, 6, 4, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            f = fft.rfft(self.a(x))
+            g = torch.zeros(x.shape[0], 6, 4, dtype=torch.cfloat)
+            g[:, :, :] = torch.einsum("bix,iox->box", f[..., :4], self.w)
+            y: Tensor = self.h(fft.irfft(torch.einsum("bix,iox->box", g, self.w), n=x.shape[-1]))
+            return y
+
+    torch.manual_seed(0)
+    spaces = zipfx.analyze(Asks(), torch.randn(2, 2, 12))
+    assert [s.size for s in spaces] == [6]
+    assert not any("numeric check" in p.reason for p in spaces.pinned)
+
+
+@pytest.mark.parametrize("repair", ["affine", "refit"])
+def test_a_real_layer_that_is_added_to_complex_numbers_is_refitted_by_itself(repair: str) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        z = modrelu(F.linear(fft.fft(s.a(x), dim=1) + s.b(x), s.w), s.m)
+        return s.h(fft.ifft(z, dim=1).real)
+
+    def make(seed: int) -> Net:
+        layers = {**linears("a b", 5, 6), "h": nn.Linear(7, 3)}
+        return net(forward, seed, **layers, w=weight(7, 6), m=parameter(7))
+
+    loader = [(data(6, 5, seed=i, batch=16),) for i in range(4)]
+    report = merge([make(0), make(1)], loader, repair=repair).meta["zipfx"]
+    assert [r.name for r in report.refits] == ["a", "b", "h"]
+    assert "not refitted: w, m" in report.notes

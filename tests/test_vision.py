@@ -127,3 +127,19 @@ spaces = zipfx.analyze(Net(), torch.randn(2, 3, 4, 4))
 assert [s.size for s in spaces] == [6, 5], spaces
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
+def test_regions_that_a_model_proposes_are_others_in_every_model() -> None:
+    """There features can not be compared: they are observed before, or matched by weights."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).relu()
+        corner = s.box(y.mean((2, 3))).sigmoid()
+        boxes = torch.cat([boxes_of(x)[:, :1], corner, corner + 3], 1)
+        return s.h(roi_align(s.b(y), boxes, 2).relu().mean((2, 3)))
+
+    convs = {"a": nn.Conv2d(3, 6, 1), "b": nn.Conv2d(6, 5, 1)}
+    model = Net(forward, **convs, box=nn.Linear(6, 2), h=nn.Linear(5, 3))
+    (space,) = (s for s in zipfx.analyze(model, data(3, 8, 8)) if s.size == 5)
+    assert [p.chosen for p in space.places] == [False, True, True, True]
+    law3(model, 3, 8, 8, seeds=[0])

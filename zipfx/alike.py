@@ -22,6 +22,7 @@ from zipfx.errors import ZipError
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.numbering import Numbers, Use, number
+from zipfx.precision import inexact, widened
 from zipfx.rewrite import Tree, plant, plant_unused
 from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
 from zipfx.trace import EXPECTS, NOTES, SETS
@@ -380,10 +381,12 @@ def _check_same(new: fx.GraphModule, old: fx.GraphModule, k: int, inputs: Sequen
 
 def _run(module: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor]:
     """The output's tensors, in float64."""
-    wide = copy.deepcopy(module).to(dtype) if dtype is not None else module
-    given = clone_tensors(tuple(inputs))
+    wide, given = module, clone_tensors(tuple(inputs))
     if dtype is not None:
-        given = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, given)
+        wide, given = copy.deepcopy(module), map_tensors(widened, given)
+        for t in (*wide.parameters(), *wide.buffers()):  # `to` would drop imaginary parts
+            t.data = widened(t.data)
     with torch.no_grad(), untouched(named_tensors(wide).values()), as_caller(), Wide(dtype):
         result = fx.Interpreter(wide).run(*given)
-    return [t.double() for t in leaves(result) if isinstance(t, Tensor)]
+    tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
+    return [widened(t) if inexact(t) else t.double() for t in tensors]

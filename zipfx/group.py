@@ -20,50 +20,12 @@ import torch
 from torch import Tensor
 
 from zipfx.interpret import Facts
-from zipfx.labels import Hashes, Ints, as_they_come, mix
+from zipfx.known import Known
+from zipfx.labels import Hashes, Ints, as_they_come, mix, overlapping
 from zipfx.ledger import Ledger
 from zipfx.nesting import Nesting, nest
 from zipfx.occurrences import Flags, components, in_parts, occurrences, runs
-
-
-@dataclass(frozen=True)
-class Known:
-    """What the nodes up to `last` know of every label: its axis (-1: none), its colour, whether a
-    weight that reads features, or one that makes them, has it."""
-
-    axis: Ints
-    colour: Hashes
-    consumed: Flags
-    produced: Flags
-
-    @staticmethod
-    def learn(ledger: Ledger, last: int, crossing: Sequence[tuple[Ints, ...]] = ()) -> Known:
-        """crossing: the labels that leave with each value that leaves the trunk, and how often."""
-        axis = np.full(ledger.size, -1, np.int64)
-        for i, a in enumerate(ledger.axes):
-            axis[a.start : a.stop] = i
-        colour = np.zeros(ledger.size, np.uint64)
-        for c in ledger.colours:
-            if c.node <= last:
-                np.add.at(colour, c.a, c.value)
-        for i, (ids, count) in enumerate(crossing):
-            colour[ids] += mix(mix(-1 - i).view(np.int64) ^ count)
-        for a in ledger.axes:
-            if a.by >= 0:  # what an axis meets as a whole, all its parts meet
-                whole = colour[a.base : a.base + a.size]
-                colour[a.start : a.stop] += np.tile(mix(whole.view(np.int64)), a.parts)
-        weights = components(ledger, last, weights_only=True)
-        consumed = [c.w for c in ledger.contractions if c.node <= last]
-        produced = [ids for ids, node in ledger.produced if node <= last]
-        return Known(axis, colour, _spread(weights, consumed), _spread(weights, produced))
-
-
-def _spread(group: Ints, labels: Sequence[Ints]) -> Flags:
-    """Whether any of these labels lies in the group of each label."""
-    hit = np.zeros(group.max() + 1, bool)
-    for ids in labels:
-        hit[group[ids[ids > 0]]] = True
-    return hit[group]
+from zipfx.twofold import Square
 
 
 @dataclass(frozen=True)
@@ -74,8 +36,10 @@ class Grouping:
     class of every vertex; rank: the order of vertices that move together; space: of every vertex
     that is a feature of one (else -1), member: its number in it. A vertex moves with each entry
     (moved space, member) from starts[v] to starts[v + 1]: its own and those of the blocks it
-    belongs to. sizes, blocks: of the spaces; of_blocks: whether their members are blocks of
-    features that reach data. crossing: the nodes whose values leave for the heads.
+    belongs to, moved side being 1 for those of its column (see `twofold`); row, column: of every
+    vertex that is the entry of a square (else -1). sizes, blocks: of the spaces; of_blocks: whether
+    their members are blocks of features that reach data. crossing: the nodes whose values leave for
+    the heads.
     """
 
     last: int
@@ -89,6 +53,9 @@ class Grouping:
     starts: Ints
     moved_space: Ints
     moved_member: Ints
+    moved_side: Ints
+    row: Ints
+    column: Ints
     sizes: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
     of_blocks: tuple[bool, ...]
@@ -97,39 +64,74 @@ class Grouping:
 
     def entries(self, labels: Ints) -> tuple[Ints, Ints, Ints]:
         """For all that moves these labels: (index into labels, space, member)."""
+        index, entry = self._entries(labels)
+        return index, self.moved_space[entry], self.moved_member[entry]
+
+    def _entries(self, labels: Ints) -> tuple[Ints, Ints]:
         v = self.vertex[labels]
         count = np.where(labels > 0, self.starts[v + 1] - self.starts[v], 0)
         index = np.repeat(np.arange(len(v)), count)
         within = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        entry = self.starts[v][index] + within
-        return index, self.moved_space[entry], self.moved_member[entry]
+        return index, self.starts[v][index] + within
 
     def tables(self, *slots: Ints) -> list[tuple[int, Tensor]]:
         """For every space wholly present on an axis with these labels: (space, index table).
 
         slots: (n,) labels per index of the axis, 0 for none. The table is (size, occurrences);
-        blocks come before what is inside them.
+        blocks come before what is inside them. A space has two tables, to be followed one after the
+        other, where its features are the rows and the columns of what lies on the axis.
         """
-        found: dict[int, Tensor] = {}
+        found: dict[int, list[Tensor]] = {}
         for labels in slots:
-            index, space, member = self.entries(labels)
-            if not len(index):
-                continue
-            vertex = self.vertex[labels[index]]
-            order = np.lexsort((index, self.turn[labels[index]], self.rank[vertex], member, space))
-            index, space, member = index[order], space[order], member[order]
-            starts = np.flatnonzero(np.diff(space, prepend=-1))
-            count = np.diff(starts, append=len(space))
-            size = self._sizes[space[starts]]
-            within = np.arange(len(space)) - np.repeat(starts, count)
-            regular = member == within // np.repeat(np.maximum(count // size, 1), count)
-            whole = np.logical_and.reduceat(regular, starts) & (count % size == 0)
-            table = torch.from_numpy(index)
-            for s, n, start, length in np.stack([space[starts], size, starts, count], 1)[
+            for s, table in self._tables(labels):
+                known = found.setdefault(s, [])
+                rows = table.sort(dim=1)[0]
+                if all(not torch.equal(rows, other.sort(dim=1)[0]) for other in known):
+                    known.append(table)
+        return [(s, table) for s in sorted(found) for table in found[s]]
+
+    def _tables(self, labels: Ints) -> list[tuple[int, Tensor]]:
+        index, entry = self._entries(labels)
+        if not len(index):
+            return []
+        space, member, side = (
+            moved[entry] for moved in (self.moved_space, self.moved_member, self.moved_side)
+        )
+        vertex = self.vertex[labels[index]]
+        across = along = np.zeros(len(index), np.int64)
+        if side.any():
+            square = Square.of(vertex, self.row, self.column, index, space, member, side)
+            index, space, member, side, vertex = square.entries
+            across, along = (self.rank[v] for v in (square.across, square.along))
+        rank, turn = self.rank[vertex], self.turn[labels[index]]
+        key = 2 * space + side
+        order = np.lexsort((index, turn, rank, along, across, member, key))
+        index, key, member = index[order], key[order], member[order]
+        starts = np.flatnonzero(np.diff(key, prepend=-1))
+        count = np.diff(starts, append=len(key))
+        size = self._sizes[key[starts] // 2]
+        within = np.arange(len(key)) - np.repeat(starts, count)
+        regular = member == within // np.repeat(np.maximum(count // size, 1), count)
+        whole = np.logical_and.reduceat(regular, starts) & (count % size == 0)
+        table = torch.from_numpy(index)
+        return [
+            (k // 2, table[start : start + length].reshape(n, -1))
+            for k, n, start, length in np.stack([key[starts], size, starts, count], 1)[
                 whole
-            ].tolist():
-                found.setdefault(s, table[start : start + length].reshape(n, -1))
-        return sorted(found.items())
+            ].tolist()
+        ]
+
+    def torn(self, labels: Ints) -> set[int]:
+        """The spaces whose features are rows and columns on an axis with these labels, but not of a
+        whole square."""
+        index, entry = self._entries(labels)
+        space, member, side = (
+            moved[entry] for moved in (self.moved_space, self.moved_member, self.moved_side)
+        )
+        if not side.any():
+            return set()
+        vertex = self.vertex[labels[index]]
+        return Square.of(vertex, self.row, self.column, index, space, member, side).torn
 
     @functools.cached_property
     def _sizes(self) -> Ints:
@@ -220,7 +222,25 @@ def group(
     free &= ~nesting.overlapping
     free &= np.bincount(nesting.cell)[nesting.cell] > 1
     rank = _rank(nesting, first)
-    return _number(last, known, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
+    made = _number(last, known, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
+    torn = _torn(facts, made) if made.moved_side.any() else set()
+    if not torn:
+        return made
+    labels = np.flatnonzero(np.isin(made.space[made.vertex], sorted(torn)))
+    return group(facts, last, {*held, *labels.tolist()}, crossing)
+
+
+def _torn(facts: Facts, made: Grouping) -> set[int]:
+    """Spaces with rows and columns of what is no whole square, on some axis or in some value."""
+    axes = [np.arange(axis.start, axis.stop) for axis in facts.ledger.axes]
+    values = [
+        labels
+        for node in facts.nodes[: made.last + 1]
+        for value in node.values
+        for _, slots in overlapping(value.features)
+        for labels in slots
+    ]
+    return set().union(*(made.torn(labels) for labels in (*axes, *values)))
 
 
 def _rank(nesting: Nesting, first: Ints) -> Ints:
@@ -360,12 +380,13 @@ def _number(
     moves = np.flatnonzero(space >= 0)
     child = np.concatenate([moves, nesting.child])
     parent = np.concatenate([moves, nesting.ancestor])
-    child, parent = child[space[parent] >= 0], parent[space[parent] >= 0]
+    side = np.concatenate([np.zeros(len(moves), np.int64), nesting.side])
     order = np.argsort(child, kind="stable")
-    child, parent = child[order], parent[order]
+    order = order[space[parent[order]] >= 0]
+    child, parent, side = child[order], parent[order], side[order]
     starts = np.searchsorted(child, np.arange(n + 1))
     return Grouping(
         last, known, vertex, turn, nesting.kind, rank,
-        space, member, starts, space[parent], member[parent],
+        space, member, starts, space[parent], member[parent], side, nesting.row, nesting.column,
         tuple(sizes), tuple(blocks), tuple(of_blocks), nesting.overlapping, crossing,
     )  # fmt: skip

@@ -32,7 +32,10 @@ def find_spaces(
     tied: set[int] = set()
     for axis in ledger.axes:
         labels = np.arange(axis.start, axis.stop)
-        for s, index in grouping.tables(labels):
+        tables = grouping.tables(labels)
+        numbers = [s for s, _ in tables]
+        tied |= {s for s in numbers if numbers.count(s) > 1}  # they are its rows and its columns
+        for s, index in tables:
             run = axis.start + index.numpy()
             consumed, produced = known.consumed[run], known.produced[run]
             if (consumed & produced).any():

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.labels import Hashes, Ints, mix
+from zipfx.twofold import closure, find_sides, rows_and_columns
 
 Flags = npt.NDArray[np.bool_]
 _ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
@@ -33,7 +34,9 @@ class Nesting:
     vertex: (n,) number of each given vertex, below V; part: (n,) which of those that were joined
     into one it is, alike in all vertices of a class; kind: (V,) class; cell: (V,) vertices of one
     class that may be exchanged share a cell; child, ancestor: pairs of vertices, all generations;
-    overlapping: (V,) bool, left alone because blocks overlap.
+    side: of each pair, 1 where a column leads to the ancestor, else 0 (see `twofold`); row, column:
+    (V,) the parents of vertices that have two of one class, else -1; overlapping: (V,) bool, left
+    alone because blocks overlap.
     """
 
     vertex: Ints
@@ -42,6 +45,9 @@ class Nesting:
     cell: Ints
     child: Ints
     ancestor: Ints
+    side: Ints
+    row: Ints
+    column: Ints
     overlapping: Flags
 
 
@@ -67,7 +73,7 @@ def nest(colour: Hashes, a: Ints, b: Ints, role: Hashes) -> Nesting:
     state.hold(np.unique([state.a, state.b]))
     state.a = state.b = np.zeros(0, np.int64)
     state.role = np.zeros(0, np.uint64)
-    return state.result(state.a, state.b, state.role)
+    return state.result(state.a, state.b, state.role, state.a)
 
 
 _DERIVED, _ADOPTED = np.uint64(1), np.uint64(2)
@@ -157,8 +163,8 @@ class _State:
         kind[met] = kind.max(initial=0) + 1 + mine
         return np.unique(kind, return_inverse=True)[1].astype(np.int64)
 
-    def step(self) -> tuple[Ints, Ints, Hashes] | None:
-        """One round; (children, parents, roles) when nothing is left to do."""
+    def step(self) -> tuple[Ints, Ints, Hashes, Ints] | None:
+        """One round; (children, parents, roles, sides) when nothing is left to do."""
         self.tidy()
         self.kind = kind = self.refine()
         a, b = self.a, self.b
@@ -175,8 +181,8 @@ class _State:
             a, b, relation = (t[same][each_other] for t in (a, b, relation))
             self.adopt(a, b, circle[each_other], relation)
             return None
-        if (bad := ~full[part]).any() or same.any():
-            self.hold(np.unique(np.concatenate([b[bad], a[same], b[same]])))
+        if (torn := ~full[part]).any() or same.any():
+            self.hold(np.unique(np.concatenate([b[torn], a[same], b[same]])))
             return None
         p, q, counts = p[part], q[part], ~alone[relation]
         if (one := counts & (p == 1) & (q == 1)).any():
@@ -189,9 +195,13 @@ class _State:
         child = np.concatenate([a[up], b[down]])
         parent = np.concatenate([b[up], a[down]])
         role = np.concatenate([self.role[up], ~self.role[down]])
-        if self.derive(child, parent, role) or self.uneven(child, parent, role):
+        side, bad = find_sides(child, parent, role, kind, self.cells(child, parent, role))
+        if len(bad):
+            self.hold(bad)
             return None
-        return child, parent, role
+        if self.derive(child, parent, role, side) or self.uneven(child, parent, role):
+            return None
+        return child, parent, role, side
 
     def adopt(self, a: Ints, b: Ints, part: Ints, relation: Ints) -> None:
         """A new vertex becomes the parent of every part, in place of its pairs."""
@@ -209,26 +219,21 @@ class _State:
         self.add(a, first + new, _ADOPTED)
         self.add(b, first + new, _ADOPTED)
 
-    def derive(self, child: Ints, parent: Ints, role: Hashes) -> bool:
-        """Two parents of one child meet each other; whether that is news.
-
-        Two of one class can not both be followed when they are exchanged: they are held.
-        """
+    def derive(self, child: Ints, parent: Ints, role: Hashes, side: Ints) -> bool:
+        """Two parents of one child meet each other, unless one is told by its row and the other by
+        its column; whether that is news."""
         order = np.lexsort((role, child))
-        child, parent, role = child[order], parent[order], role[order]
+        child, parent, side = child[order], parent[order], side[order]
         found = []
         for step in range(1, int(np.bincount(child).max(initial=0))):
             same = np.flatnonzero(child[step:] == child[:-step])
+            same = same[side[same] + side[same + step] != 1]
             found.append(np.stack([parent[same], parent[same + step]]))
         if not found:
             return False
         one, other = np.concatenate(found, axis=1)
         apart = one != other
         one, other = one[apart], other[apart]
-        alike = self.kind[one] == self.kind[other]
-        if alike.any():
-            self.hold(np.unique([one[alike], other[alike]]))
-            return True
         swap = self.kind[one] > self.kind[other]
         low, high = np.where(swap, other, one), np.where(swap, one, other)
         codes = np.unique((low << 32) | high)
@@ -257,27 +262,16 @@ class _State:
         h = mix(mix(self.kind).view(np.int64) ^ parents.view(np.int64))
         return np.unique(h, return_inverse=True)[1].astype(np.int64)
 
-    def result(self, child: Ints, parent: Ints, role: Hashes) -> Nesting:
+    def result(self, child: Ints, parent: Ints, role: Hashes, side: Ints) -> Nesting:
         n = len(self.colour)
         kind = self.kind if len(self.kind) == n else self.refine()
         self.kind = kind
         cell = self.cells(child, parent, role)
-        pairs = np.unique((child << 32) | parent)
-        child, parent = pairs >> 32, pairs & 0xFFFFFFFF
-        up = csr_array((np.ones(len(child), bool), (child, parent)), shape=(n, n))
-        closure = up
-        while (more := (closure + closure @ up).astype(bool)).nnz > closure.nnz:
-            closure = more
-        found = closure.tocoo()
+        row, column = rows_and_columns(child, parent, side, kind)
+        found = closure(child, parent, side, n)
         return Nesting(
-            self.vertex,
-            self.part,
-            kind,
-            cell,
-            found.coords[0].astype(np.int64),
-            found.coords[1].astype(np.int64),
-            self.overlapping,
-        )
+            self.vertex, self.part, kind, cell, *found, row, column, self.overlapping
+        )  # fmt: skip
 
 
 def _circles(relation: Ints, a: Ints, b: Ints, n: int) -> tuple[Ints, Flags]:

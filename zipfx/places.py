@@ -48,8 +48,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
                     chosen=fact.chosen,
                 )  # fmt: skip
                 mine = places.setdefault(s, {})
-                if place.own or i not in mine:
-                    mine[i] = place
+                mine[i] = _joined(place, mine[i]) if i in mine else place
     for s, found in places.items():  # features of data are observed in data
         data = {i: place for i, place in found.items() if facts.nodes[i].kind == Kind.DATA}
         places[s] = data or found
@@ -62,6 +61,12 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
             found[source] = replace(found[source], source=True)
     ordinary = {s: list(found.values()) for s, found in places.items()}
     return {**_inner_places(nodes, facts, grouping), **ordinary}
+
+
+def _joined(new: Place, old: Place) -> Place:
+    """Two tables of a space in one value, such as its features as rows and as columns."""
+    one, other = (new, old) if new.own else (old, new)
+    return replace(one, also=(*one.also, (other.dims, other.index), *other.also))
 
 
 def _moved(grouping: Grouping, slots: Sequence[Ints]) -> set[int]:

@@ -266,15 +266,16 @@ def other_dtype(module: nn.Module, inputs: Any) -> str:
 
 
 class _Shapes(Noting):
-    """Notes the shapes of all tensors that nodes compute."""
+    """Notes the shapes of all tensors that nodes compute, but for complex numbers."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not value.is_complex():
             self.found[n] = value.shape
         return value
 
 
 def shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
-    """Of all tensors that the nodes of a graph compute in eval mode; nothing is written to."""
+    """Of all tensors that the nodes of a graph compute in eval mode (complex ones are none that a
+    layer could aim at); nothing is written to."""
     return _Shapes(module).noted(inputs)

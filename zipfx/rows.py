@@ -22,7 +22,10 @@ _PUT_BACK = """
     masked_scatter masked_fill slice_scatter select_scatter copy
 """.split()
 #: rows of data are taken from where indices say
-_TAKEN = ("index", "index_select", "gather", "take_along_dim", "_unsafe_index", "take")
+_TAKEN = (
+    *("index", "index_select", "gather", "take_along_dim", "_unsafe_index", "take"),
+    *("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"),
+)
 
 
 class Rows(enum.IntFlag):

@@ -63,6 +63,7 @@ class Place(ByValue):
     mixed: whether the occurrences are features of another space, in any order (what all heads scale
     alike), or only some of another lie here; sizes: of the result along `dims`, on the example
     inputs; inner: an address inside the node; after: a later node that finishes the value in place;
+    also: (dims, index) of where else in the value they lie (the rows and the columns of a matrix);
     chosen: whether its rows are others in every model (sent there by what the model has computed),
     so that features can not be compared here.
     """
@@ -78,6 +79,7 @@ class Place(ByValue):
     sizes: tuple[int, ...] = ()
     inner: Address | None = None
     after: str | None = None
+    also: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
     chosen: bool = False
 
 

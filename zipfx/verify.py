@@ -73,8 +73,8 @@ class _Runner(fx.Interpreter):
 
 
 class Wide(TorchDispatchMode):
-    """What asks for a dtype of real numbers gets this one: where all weights are float64, another
-    would not fit them."""
+    """What asks for a dtype of real numbers gets this one (of complex ones, that of its pairs):
+    where all weights are float64, another would not fit them."""
 
     def __init__(self, dtype: torch.dtype | None = torch.float64) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,9 +85,11 @@ class Wide(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
-        real = dtype is not None and dtype.is_floating_point
-        if self.dtype is not None and real and func is not aten.view.dtype:
-            kwargs["dtype"] = self.dtype
+        if self.dtype is not None and dtype is not None and func is not aten.view.dtype:
+            if dtype.is_floating_point:
+                kwargs["dtype"] = self.dtype
+            elif dtype.is_complex:
+                kwargs["dtype"] = self.dtype.to_complex()
         return func(*args, **kwargs)
 
 
@@ -218,10 +220,11 @@ def cycle(order: Tensor, blocks: Sequence[int] = ()) -> Tensor:
 def _reordered(value: Any, node: str, spaces: Sequence[Space], orders: Mapping[str, Tensor]) -> Any:
     for space in spaces:
         for place in space.places:
-            if place.node == node and place.inner is None:
-                source = torch.arange(math.prod(value.shape[d] for d in place.dims))
-                source[place.index.flatten()] = place.index[orders[space.name]].flatten()
-                value = select(value, list(place.dims), source.to(value.device))
+            found = place.node == node and place.inner is None
+            for dims, index in ((place.dims, place.index), *place.also) if found else ():
+                source = torch.arange(math.prod(value.shape[d] for d in dims))
+                source[index.flatten()] = index[orders[space.name]].flatten()
+                value = select(value, list(dims), source.to(value.device))
     return value
 
 

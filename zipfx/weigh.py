@@ -100,6 +100,8 @@ class _Descent:
         others = [(s, a) for s, a in self.on[axis.parameter] if s is not space or a.dim != axis.dim]
         free = {a.dim for s, a in others if s.name not in known and a.dim != axis.dim}
         moves = self._moves(axis.parameter, others, known)
+        # rows of a square: its columns are the same features, in the order of their own model
+        squares = [(a.parameter, a.dim) for a in space.axes].count((axis.parameter, axis.dim)) > 1
         rows = []
         for t, maps in zip(self.tensors[axis.parameter], moves, strict=True):
             moved = widened(t.detach())
@@ -110,8 +112,8 @@ class _Descent:
             if axis.by in free:  # the rows of each part alone
                 x = _sorted(x, {x.ndim - 2})
             x = x[..., axis.index.to(x.device)].movedim(-2, 0)
-            rows.append(x.flatten(1))
-        return torch.cat(rows), bool(free)
+            rows.append((x.sort(-1)[0] if squares else x).flatten(1))
+        return torch.cat(rows), squares or bool(free)
 
     def _moves(
         self, parameter: str, axes: Sequence[tuple[Space, Axis]], known: Mapping[str, Merge]

@@ -1,8 +1,8 @@
 """Rules: how labels pass through the operations that compute.
 
 Views and in-place writes need no rule (see `shadow`), data movement is the same operation run on
-the labels, pointwise operations carry `torch.Tag.pointwise`. What is left is in this folder, about
-40 operations in four files. An operation without a rule pins what it touches and says so.
+the labels, pointwise operations carry `torch.Tag.pointwise`. What is left is in this folder, by
+kind. An operation without a rule pins what it touches and says so.
 """
 
 from torch import Tensor

@@ -55,7 +55,20 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
     features, fixed = tied(ledger, features, fixed)
     slots = tuple(slot for slot, _ in features)
     ledger.entangle(slots, fixed)
+    fixed = [p for p in fixed if not any(_tells(f, p) for f in slots)]
     return Labels(tuple(shape), slots, tuple(fixed), kind)
+
+
+def _tells(feature: Tensor, fixed: Tensor) -> bool:
+    """Whether a feature slot tells a coordinate: what it has met is part of its colour by then, so
+    that the coordinate says no more."""
+    if not support(fixed) <= support(feature):
+        return False
+    u, v = broadcast(feature, fixed)
+    if bool((u <= 0)[v != 0].any()):
+        return False
+    pairs = torch.stack([u.reshape(-1), v.reshape(-1)]).unique(dim=1)
+    return bool(len(torch.unique(pairs[0])) == pairs.shape[1])
 
 
 def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[Labels]:
