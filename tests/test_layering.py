@@ -14,7 +14,9 @@ ORDER = """
     errors checks modes values naming precision plain disk container table statistics moments ridge
     matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched memory tensors hidden copies calls tracers
+    tap draw spaces labels ledger shadow untouched memory tensors hidden copies parametrized
+    computed calls
+    tracers
     example tidy trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules

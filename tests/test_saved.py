@@ -290,7 +290,7 @@ def test_inside_of_vmap_nothing_is_saved(tmp_path: Path) -> None:
 
     def inner(x: Tensor) -> Tensor:
         buffer(lambda _: x)(merged)
-        with pytest.raises(zipfx.ZipError, match="inside a transform of torch.func"):
+        with pytest.raises(zipfx.ZipError, match=r"inside a transform of torch.func"):
             zipfx.save(merged, tmp_path / "merged")
         return x
 

@@ -10,24 +10,26 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
+from zipfx.computed import computed, put_back_as_saved
 from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made
 from zipfx.modes import own_modes
+from zipfx.parametrized import how_computed
 from zipfx.plain import parsed, read, written
 from zipfx.recipe import Recipe, rebuilt
 from zipfx.report import Report
 from zipfx.retrace import off_meta, retraced
-from zipfx.rewrite import MergedModule
+from zipfx.rewrite import MergedModule, homes
 from zipfx.standins import TRACED, Traced, as_described
 from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
 
@@ -43,7 +45,8 @@ class Header:
     version: of the format; zipfx, torch: those that wrote it; training: names of the modules in
     train mode; frozen: of the parameters without gradients; tied: further names of tensors -> the
     names that they are stored under; strides: of tensors that are not contiguous; complex: tensors
-    that are stored as pairs of real numbers.
+    that are stored as pairs of real numbers; computed: by name, of tensors that are
+    computed from others, how.
     """
 
     version: int
@@ -57,6 +60,7 @@ class Header:
     strides: dict[str, tuple[int, ...]]
     complex: tuple[str, ...]
     report: Report
+    computed: dict[str, str] = field(default_factory=dict)
 
 
 @own_modes()
@@ -121,6 +125,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
         strides={name: s for name, t in own.items() if (s := strides(t)) is not None},
         complex=tuple(name for name, t in own.items() if t.is_complex()),
         report=replace(report, seconds={}, bytes={}),  # of one run: equal merges are equal files
+        computed=how_computed(merged),
     )
     flat = {name: stored(t) for name, t in own.items()}
     text = _text(header)
@@ -218,7 +223,11 @@ def _loaded(
 ) -> MergedModule:
     recipe = header.recipe
 
+    names = {*tensors, *header.tied}
+
     def take(name: str, like: Tensor | None) -> Tensor:
+        if name in header.computed and name not in names and like is not None:
+            return torch.zeros_like(like)  # until its parametrization is put back
         if header.tied.get(name, name) not in tensors:
             raise ZipError(f"the models have a tensor {name!r}, and the file does not: {_AS_SAVED}")
         found = tensors[header.tied.get(name, name)]
@@ -237,8 +246,16 @@ def _loaded(
             for k in recipe.needs
         }
         merged = rebuilt(recipe, traced, take)
+    put_back_as_saved(
+        merged, computed(merged, own, homes(len(own), header.report.partial)), names, take
+    )
+    for name, how in how_computed(merged).items() ^ header.computed.items():
+        raise ZipError(
+            f"{name!r} is computed in another way in the models than in the file "
+            f"({how}): {_AS_SAVED}"
+        )
     found = named(merged)
-    left = sorted({*tensors, *header.tied} - set(found))
+    left = sorted(names - set(found))
     if left:
         raise ZipError(f"the file has a tensor {left[0]!r}, and the models do not: {_AS_SAVED}")
     _tie_alike(merged, found, header, tensors)

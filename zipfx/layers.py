@@ -18,15 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from zipfx.computed import Limit
 from zipfx.tensors import is_batch_norm, runs_as
 
 
 @dataclass(frozen=True)
 class Layer(ABC):
-    """One such module, and the BatchNorm that its outputs run through before anything else."""
+    """One such module, and the BatchNorm that its outputs run through before anything else.
+
+    limit: of a weight that can not have every value, what tells the nearest to one.
+    """
 
     module: Any
     norm: Any = None
+    limit: Limit | None = None
 
     def buffers(self) -> Iterator[Tensor]:
         """Those that `write` may write to."""
@@ -78,6 +83,22 @@ class Layer(ABC):
         """Whether any bias can be stored."""
         return self.norm is not None or self.module.bias is not None
 
+    def nearest(self, weight: Tensor) -> Tensor:
+        """The weight (G, o, n) that can be stored, nearest to this one."""
+        assert self.limit is not None
+        own: Tensor = self.module.weight.detach()
+        was = own.clone()
+        self.write_weight(weight)
+        own.copy_(self.limit(own))
+        found = self.weight()
+        own.copy_(was)
+        return found
+
+    @property
+    def scales(self) -> bool:
+        """Whether a norm scales the outputs."""
+        return self.norm is not None and self.norm.affine
+
     def folded(self) -> tuple[Tensor, Tensor]:
         """Weight (G, o, n) and bias (G, o) of the layer and its norm in one."""
         weight, bias, norm = self.weight(), self.bias, self.norm
@@ -96,17 +117,25 @@ class Layer(ABC):
         return weight
 
     def write(
-        self, weight: Tensor, bias: Tensor, rows: Tensor, mean: Tensor, variance: Tensor
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        rows: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
         """Store what `folded` shall be for some of the outputs.
 
         Args:
-            weight: (G, o, n); bias: (G, o); both float64.
+            weight: (G, o, n), of the module; bias: (G, o); both float64.
             rows: (G, o) bool, which of them to store; the others stay as they are.
             mean, variance: (G, o), of `measured` times x on the calibration data: a norm gets them
                 as running statistics, so that training can go on from there.
+            scale: (G, o), by which the norm shall scale what the module gives (default: 1).
         """
         self.write_weight(torch.where(rows.unsqueeze(-1), weight, self.weight()))
+        scale = torch.ones_like(bias) if scale is None else scale
         norm = self.norm
         if norm is None:
             self._store(self.module.bias, bias, rows)
@@ -115,8 +144,8 @@ class Layer(ABC):
         if norm.affine:
             self._store(norm.running_mean, mean + own, rows)
             self._store(norm.running_var, variance, rows)
-            self._store(norm.weight, (variance + norm.eps).sqrt(), rows)
-            self._store(norm.bias, mean + bias, rows)
+            self._store(norm.weight, scale * (variance + norm.eps).sqrt(), rows)
+            self._store(norm.bias, scale * mean + bias, rows)
         else:  # can do nothing but pass the sum on
             self._store(norm.running_mean, own - bias, rows)
             self._store(norm.running_var, torch.full_like(variance, 1 - norm.eps), rows)
@@ -258,7 +287,13 @@ class Norm(Layer):
         return torch.ones_like(weight)
 
     def write(
-        self, weight: Tensor, bias: Tensor, rows: Tensor, mean: Tensor, variance: Tensor
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        rows: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
         scale = weight.squeeze(-1)
         self._store(self.module.weight, scale * (variance + self.module.eps).sqrt(), rows)
@@ -281,7 +316,9 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
 }
 
 
-def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
+def layer_of(
+    module: nn.Module, norm: nn.Module | None = None, limit: Limit | None = None
+) -> Layer | None:
     """The module as a layer; None: it is of no known kind, or has a forward of its own, or computes
     its weight, which then can not be stored, or is complex."""
     both = [m for m in (module, norm) if m is not None]
@@ -289,8 +326,9 @@ def layer_of(module: nn.Module, norm: nn.Module | None = None) -> Layer | None:
         return None
     for kind, view in KINDS.items():
         if isinstance(module, kind) and runs_as(module, kind):
-            return view(module, norm)
-    return Norm(module) if is_batch_norm(module) and module.affine else None
+            return view(module, norm, limit)
+    known = is_batch_norm(module) and module.affine and limit is None
+    return Norm(module) if known else None
 
 
 def samples(view: Tensor, dims: int, step: int, offset: Sequence[int], images: Tensor) -> Tensor:

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.calls import EXPECTATIONS, expect_equal
 from zipfx.correspond import attribute
 from zipfx.errors import ZipError
 from zipfx.hidden import attributes
 from zipfx.naming import name_of_callable, without_addresses
+from zipfx.parametrized import is_computing, plain_class, tensor_of
 from zipfx.rewrite import (
     HEAD_KEY,
     HEADS,
@@ -160,12 +162,14 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
         leaf = attribute(module, str(node.target))
     except AttributeError as error:
         raise ZipError(f"node {node.name!r} needs {target!r}, which is not there") from error
+    if isinstance(leaf, ParametrizationList):  # which is traced as the tensor that it gives
+        return Does("get_attr", tensor_of(target), text)
     if node.op == "get_attr":
         constant = None if isinstance(leaf, Tensor) else {"value": without_addresses(repr(leaf))}
         return Does(node.op, target, text, settings=constant)
     texts = attributes(leaf, tensors=False)  # those are in the file
-    known = {key: without_addresses(value) for key, value in texts.items()}
-    layer = [type(leaf).__name__]
+    known = {key: without_addresses(v) for key, v in texts.items() if not is_computing(key)}
+    layer = [plain_class(leaf).__name__]
     for path, inner in leaf.named_modules():
         layer += [f"{path}.{key}".lstrip(".") + f"={by}" for key, by in patched(inner).items()]
     return Does(node.op, target, text, " with ".join(layer), known)

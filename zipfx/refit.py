@@ -122,8 +122,10 @@ def refit(
             solution = _Fit(step, batches, line, paths, settings, room).solve()
             changed = solution.changed
             if solution.parts:
-                measured = solution.statistics(step.layer.measured(solution.weights[0]))
-                step.layer.write(*solution.weights, changed, *measured)
+                weight, bias = solution.weights
+                weight = weight if solution.stored is None else solution.stored
+                measured = solution.statistics(step.layer.measured(weight))
+                step.layer.write(weight, bias, changed, *measured, solution.scale)
             losses = solution.before, solution.after, solution.ridge
             numbers = int(changed.sum()), changed.numel(), int(solution.unseen.sum())
             done.append(Refitted(title(step.node), *losses, *numbers))
@@ -155,11 +157,13 @@ class _Fit:
         was = self.layer.folded()
         solution = fit(
             *self._moments(), self.n, self.step.asked, was, self.settings.ridges,
-            takes_bias=self.layer.takes_bias,
+            takes_bias=self.layer.takes_bias, limited=self.layer.limit is not None,
         )  # fmt: skip
         flat = self.step.flat if solution.parts else None
         for _ in range(self.settings.rounds if flat is not None else 0):
             solution = solution.corrected(was[0], self._missed(solution))
+        if self.layer.limit is not None and solution.parts:
+            return solution.limited(was, self.layer.nearest, self.layer.scales)
         return solution
 
     def _moments(self) -> tuple[list[Moments], list[Moments]]:

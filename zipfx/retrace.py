@@ -95,7 +95,7 @@ class _Search:
                 tracer = make()
                 if isinstance(tracer, ExampleTracer):
                     tracer.most = self.most
-                module = trace(self.model, tracer)
+                module = trace(self.model, tracer, folded=True)
             except ZipError as error:
                 self.failures.append(str(error))
                 if isinstance(tracer, ExampleTracer) and not tracer.overfull:

@@ -341,6 +341,13 @@ def copy_head(
     return result
 
 
+def homes(models: int, partial: str | None) -> dict[str, list[int]]:
+    """Prefix of names in a merge -> the models that became one there; it has the names of the
+    first."""
+    heads = {f"{HEADS}.{k}.": [k] for k in range(models)} if partial is not None else {}
+    return {"": list(range(models)), **heads}
+
+
 def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
     """Train or eval mode of every module as in the models."""
     modes = {name: m.training for name, m in models[0].named_modules()}

@@ -6,7 +6,7 @@ Letters: G groups, n inputs and o outputs of each, as in `layers`; J sources of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -140,13 +140,15 @@ class Normal:
 @dataclass(frozen=True, eq=False)
 class Part:
     """Outputs with the same sources: index (p,) int64 of those that any group has; changed: (G, p)
-    bool; what they solve, of all of the data, and the ridge that was chosen."""
+    bool; what they solve, of all of the data, and the ridge that was chosen; check: of the data
+    that was held out, where weights have a limit."""
 
     sources: tuple[int, ...]
     index: Tensor
     changed: Tensor
     normal: Normal
     ridge: float
+    check: Normal | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +157,8 @@ class Solution:
 
     weights: of all its outputs; parts: those that changed; before, after: mean square error on
     held-out data, relative to the targets' variance; unseen: (G, o) bool, outputs that no data, or
-    none that could be held out, tells anything of.
+    none that could be held out, tells anything of; stored: (G, o, n), of which the weights are the
+    rows scaled (None: the weights themselves).
     """
 
     weights: Weights
@@ -163,6 +166,38 @@ class Solution:
     before: float
     after: float
     unseen: Tensor
+    stored: Tensor | None = None
+
+    def limited(
+        self, current: Weights, nearest: Callable[[Tensor], Tensor], scales: bool
+    ) -> Solution:
+        """The weights that are possible, if these are better on held-out data than the current
+        ones; the limit may be one on all of them together. scales: whether their rows can be."""
+        stored = nearest(self.weights[0])
+        w, b = stored.clone(), self.weights[1].clone()
+        was = now = power = 0.0
+        for part in self.parts:
+            assert part.check is not None
+            index, mine = part.index, part.changed
+            own = stored[:, index]
+            new = (part.normal.start(own)[0] if scales else own), part.normal.y
+            new = new[0], new[1] - part.normal.level(new[0])
+            was += float(part.check.loss((current[0][:, index], current[1][:, index]))[mine].sum())
+            now += float(part.check.loss(new)[mine].sum())
+            power += float(part.check.yy[mine].sum())
+            _put(w, b, part, new)
+        before, after = was / (power or 1.0), now / (power or 1.0)
+        if self.unseen.any() or not now < was:
+            return replace(self, weights=current, parts=(), before=before, after=before)
+        return replace(self, weights=(w, b), before=before, after=after, stored=stored)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """(G, o): by what the stored weights are scaled."""
+        if self.stored is None:
+            return None
+        size = self.stored.square().sum(-1)
+        return (self.weights[0] * self.stored).sum(-1) / size.where(size > 0, 1)
 
     @property
     def changed(self) -> Tensor:
@@ -242,6 +277,7 @@ def fit(
     ridges: Sequence[float],
     *,
     takes_bias: bool = True,
+    limited: bool = False,
 ) -> Solution:
     """Refit a layer; outputs for which that is not better on the held-out data, or for which there
     is none, stay as they are.
@@ -253,6 +289,7 @@ def fit(
         current: the weights as they are, to which the new ones are drawn.
         ridges: to choose from, by the largest set of outputs that have the same sources.
         takes_bias: whether b is free; else it is 0.
+        limited: whether what comes out will be `limited`, which tells whether it is better.
     """
     patterns = torch.stack(list(asked), -1).to(current[0].device)
     w, b = (t.clone() for t in current)
@@ -277,7 +314,9 @@ def fit(
         whole = Normal.of(seen.merged(kept), n, index, takes_bias)
         wrong = whole.loss(own) > whole.noise
         part = Part(tuple(sources), index, mine & wrong, whole, ridge)
-        if new < was and bool(part.changed.any()):
+        if limited:
+            part = replace(part, changed=mine, check=check)
+        if limited or (new < was and bool(part.changed.any())):
             parts.append(part)
             _put(w, b, part, whole.solve(*whole.start(own[0]), ridge))
         before, after = before + was, after + min(was, new)

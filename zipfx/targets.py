@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.assemble import Assembly
 from zipfx.calibrate import first_samples
+from zipfx.computed import Limit
 from zipfx.correspond import tensors_at
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
@@ -83,6 +84,7 @@ def plan_targets(
     sources: int,
     modules: Sequence[fx.GraphModule] | None = None,
     written: Sequence[Tensor] = (),
+    limits: Sequence[tuple[Tensor, Limit]] = (),
 ) -> tuple[list[Step], list[str]]:
     """The layers to refit, in the order of the graph, and what else has weights.
 
@@ -91,8 +93,10 @@ def plan_targets(
         sources: of data: 1, which all models see, or K, each the model's own.
         modules: the models as they will be run (default: those of the job).
         written: what forward of the merged model writes to, which is no weight to be solved for.
+        limits: tensors that can not have every value, and what tells the nearest to one.
     """
-    return _Planner(merged, job, heads, sources, modules or job.modules, written).plan()
+    models = modules or job.modules
+    return _Planner(merged, job, heads, sources, models, written, limits).plan()
 
 
 class _Planner:
@@ -104,7 +108,10 @@ class _Planner:
         sources: int,
         modules: Sequence[fx.GraphModule],
         written: Sequence[Tensor],
+        limits: Sequence[tuple[Tensor, Limit]],
     ) -> None:
+        self.limits = {id(t): near for t, near in limits}
+        self.limited = [span(t) for t, _ in limits]
         self.merged, self.analysis, self.sources = merged, job.analysis, sources
         self.models = range(len(job.modules))
         self.names = [{node.name for node in module.graph.nodes} for module in modules]
@@ -163,7 +170,11 @@ class _Planner:
         own = [t for n in (node, norm) if n is not None for t in self._parameters(n)]
         if module is None or any(map(self._shared, own)) or len(node.args) != 1:
             return None
-        layer = layer_of(module, None if norm is None else self._module(norm))
+        limit = self.limits.get(id(getattr(module, "weight", None)))
+        bound = [t for t in own if any(a < span(t)[1] and span(t)[0] < b for a, b in self.limited)]
+        if len(bound) > (limit is not None):
+            return None  # a part of such a tensor, or two of them
+        layer = layer_of(module, None if norm is None else self._module(norm), limit)
         head = node.meta.get(HEAD_KEY)
         if (
             layer is None

@@ -28,6 +28,7 @@ from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
 from zipfx.modes import as_caller
+from zipfx.parametrized import fold
 from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, close, leaves
 from zipfx.tidy import (
@@ -56,6 +57,8 @@ def trace(
     device: torch.device | None = None,
     inputs: Sequence[Any] | None = None,
     by_name: Sequence[str] = (),
+    *,
+    folded: bool = False,
 ) -> fx.GraphModule:
     """Trace a model, in eval mode, without changing it.
 
@@ -71,6 +74,7 @@ def trace(
         device: where the traced module is to live; default: where the model is.
         inputs: forward's arguments, on that device; by_name: the names of the last of them, which
             can only be given by name (`calls.in_order`).
+        folded: whether weights that modules compute are plain ones (`parametrized.fold`).
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -89,16 +93,17 @@ def trace(
         raise ZipError(f"tracer={tracer!r} is no instance of torch.fx.Tracer")
     with _own_randomness(model):
         if tracer is None and isinstance(model, fx.GraphModule):
-            return _as_traced(model, device)
+            return _as_traced(model, device, folded)
         if tracer is not None or inputs is None:
-            return _traced(model, tracer or Tracer(), device, inputs)
+            return _traced(model, tracer or Tracer(), device, inputs, folded)
         inputs, arguments = _arguments(model, inputs, by_name)
         *first, last = ways(model, inputs, by_name)
         for make in first:
             with suppress(ZipError):
-                found = _traced(model, make(), device, inputs)
+                found = _traced(model, make(), device, inputs, folded)
                 return _checked(found, model, inputs, arguments)
-        return _checked(_traced(model, last(), device, inputs), model, inputs, arguments)
+        found = _traced(model, last(), device, inputs, folded)
+        return _checked(found, model, inputs, arguments)
 
 
 def ways(
@@ -235,8 +240,9 @@ def _traced(
     tracer: fx.Tracer,
     device: torch.device | None,
     inputs: Sequence[Any] | None = None,
+    folded: bool = False,
 ) -> fx.GraphModule:
-    twin = structural_copy(model, share_parameters=device is None).to(device)
+    twin = _twin(model, device, folded)
     own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
     aware = tracer if isinstance(tracer, ExampleTracer) else None
     root = copy.deepcopy(twin, views(twin)) if aware else twin
@@ -277,6 +283,13 @@ def _traced(
     return _with_tree(module, twin)
 
 
+def _twin(model: nn.Module, device: torch.device | None, folded: bool) -> nn.Module:
+    twin = structural_copy(model, share_parameters=device is None).to(device)
+    if folded:
+        fold(twin)
+    return twin
+
+
 def _put_back(
     root: nn.Module, attributes: dict[str, dict[str, dict[str, Any]]], constants: set[str]
 ) -> list[str]:
@@ -304,9 +317,9 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {"": dict(own), **{kind: dict(own[kind]) for kind in ("_parameters", "_buffers")}}
 
 
-def _as_traced(model: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:
+def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool) -> fx.GraphModule:
     """A graph that was traced before, with its order and names."""
-    twin = structural_copy(model, share_parameters=device is None).to(device)
+    twin = _twin(model, device, folded)
     assert isinstance(twin, fx.GraphModule)
     for node in twin.graph.nodes:
         if node.op == "call_module" and len(node.meta.get("nn_module_stack", ())) < 2:  # was lost

@@ -22,6 +22,7 @@ from zipfx.calibrate import (
     guessed_input,
 )
 from zipfx.checks import whole
+from zipfx.computed import computed, constrained, limits, put_back
 from zipfx.correspond import (
     check_constants,
     check_finite,
@@ -43,7 +44,7 @@ from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
-from zipfx.rewrite import copy_modes
+from zipfx.rewrite import copy_modes, homes
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
@@ -169,14 +170,14 @@ def zip(
             example = guessed[0] if guessed else example_inputs
             inputs, by_name, data, unread = first_call(models[0], data, example, away)
             elsewhere = None if away == home else away
-            modules = [trace(m, tracer, elsewhere, inputs, by_name) for m in models]
+            modules = [trace(m, tracer, elsewhere, inputs, by_name, folded=True) for m in models]
             given = "example_inputs" if data is None or example_inputs is not None else _FIRST
             states = [
                 state_of(m, inputs, f"model {k} fails on {given}") for k, m in enumerate(modules)
             ]
             if any(isinstance(t, nn.Parameter) for state in states for t in state.tensors):
                 # on memory of their own
-                modules = [trace(m, tracer, away, inputs, by_name) for m in models]
+                modules = [trace(m, tracer, away, inputs, by_name, folded=True) for m in models]
                 states = [state_of(m, inputs) for m in modules]
             last = last_node(modules[0], partial)
         with stages.stage("correspond"):
@@ -242,28 +243,35 @@ def zip(
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
-            copy_modes(merged, models)
             merged.to(away)
+            found = computed(merged, models, homes(len(models), partial))
+            named, told = constrained(merged, found)
+            notes += told
         refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
                 state = state_of(merged, inputs)
-                found = repair_batch_norm(merged, data, state, progress=progress)
-                counts["repair"], unmeasured = found
+                counts["repair"], unmeasured = repair_batch_norm(
+                    merged, data, state, progress=progress
+                )
                 notes += unrepaired_norms(counts["repair"], unmeasured)
             elif isinstance(refitting, Refit) and data is not None:
                 wide = unfold(merged, inputs)
                 wides = [unfold(m, inputs, to_write=False) for m in modules]
                 states = [state_of(merged, inputs), *states]
                 written = states[0].tensors
-                steps, left = plan_targets(wide, job, plans, len(data.loaders), wides, written)
+                steps, left = plan_targets(
+                    wide, job, plans, len(data.loaders), wides, written, limits(merged, named)
+                )
                 refits, counts["repair"] = refit(
                     wide, wides, steps, data, refitting, states, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
                 notes += unfitted(refits)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
+        notes += put_back(merged, named)
         merged.to(home)
+        copy_modes(merged, models)
         taken = dict.fromkeys(note for m in modules for note in m.meta[NOTES])
     own_tracer = None if tracer is None else type(tracer).__qualname__
     merged.meta[TRACED] = Traced(described(inputs), own_tracer, by_name)
