@@ -22,8 +22,8 @@ ORDER = """
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
     rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
     replay
-    correspond observe fuse pairing weigh heads rewrite stored recipe made numbering alike
-    assemble opaque unfold targets
+    correspond observe fuse pairing weigh heads rewrite stored recipe rebuild made numbering alike
+    assemble opaque unfold bake targets
     refit repair report notes zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

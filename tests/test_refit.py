@@ -712,7 +712,7 @@ class Computed(nn.Module):
         (Rows, "norm"),
         (Square, "norm"),
         (Constant, "token, b"),
-        (Computed, "a"),
+        (Computed, ""),
     ],
 )
 @pytest.mark.parametrize("own", [False, True])

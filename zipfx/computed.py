@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -248,10 +248,28 @@ def constrained(
     return kept, [f"{note}: {', '.join(names)}" for note, names in notes.items() if names]
 
 
-def limits(merged: nn.Module, found: Mapping[str, Computed]) -> list[tuple[Tensor, Limit]]:
-    """Tensors of a merge that can not have every value, and what tells the nearest to one."""
-    some = [one for one in found.values() if one.inverts and one.limits]
-    return [(value_of(merged, one), one.nearest) for one in some]
+def limits(
+    merged: nn.Module,
+    found: Mapping[str, Computed],
+    named: Mapping[str, Computed],
+    others: Sequence[Tensor] = (),
+) -> list[tuple[Tensor, Limit]]:
+    """Tensors of a merge that can not have every value, and what tells the nearest to one.
+
+    Those that are plain now, though they were computed, keep their zeros, which a mask may have
+    made.
+
+    Args:
+        found: what models compute; named: what of it the merge still does.
+        others: computed otherwise.
+    """
+    some = [one for one in named.values() if one.inverts and one.limits]
+    plain = [value_of(merged, one) for full, one in found.items() if full not in named]
+    masks = [(t, t.detach() != 0) for t in (*plain, *others)]
+    return [
+        *((value_of(merged, one), one.nearest) for one in some),
+        *((t, partial(torch.mul, mask)) for t, mask in masks if mask.any() and not mask.all()),
+    ]
 
 
 def put_back(merged: fx.GraphModule, found: Mapping[str, Computed]) -> list[str]:

@@ -26,7 +26,8 @@ from zipfx.made import MADE, as_made, check_as_made
 from zipfx.modes import own_modes
 from zipfx.parametrized import how_computed
 from zipfx.plain import parsed, read, written
-from zipfx.recipe import Recipe, rebuilt
+from zipfx.rebuild import rebuilt
+from zipfx.recipe import Recipe
 from zipfx.report import Report
 from zipfx.retrace import off_meta, retraced
 from zipfx.rewrite import MergedModule, homes

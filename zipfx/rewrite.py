@@ -25,6 +25,8 @@ from zipfx.tensors import clone_tensors, named_tensors
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
 SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
+BAKED = "baked"  # what parameters are called that take the place of computed weights
+BAKED_KEY = "zipfx_baked"  # marks the nodes that read them
 #: functions that a merge puts between trunk and head, and behind its inputs
 INSERTED = (clone_tensors, torch.clone, torch.index_select, select, mix, *EXPECTATIONS)
 

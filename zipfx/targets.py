@@ -35,6 +35,7 @@ from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
 from zipfx.tensors import is_batch_norm
+from zipfx.tidy import only_looked_at
 from zipfx.tracers import is_in_place
 from zipfx.unfold import PART_KEY, title
 
@@ -157,7 +158,9 @@ class _Planner:
         return self.merged.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _parameters(self, node: fx.Node) -> list[nn.Parameter]:
-        """The parameters that a node itself brings in."""
+        """The parameters that a node itself brings in, and whose values are read."""
+        if node.op == "get_attr" and only_looked_at(node):
+            return []
         return [t for t in tensors_at(self.merged, node) if isinstance(t, nn.Parameter)]
 
     def _shared(self, t: Tensor) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -25,6 +25,7 @@ from zipfx.correspond import attribute, tensors_at
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.tensors import runs_as
+from zipfx.tidy import looks, only_looked_at
 
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
 #: first and last of the rows that it applies)
@@ -38,6 +39,8 @@ _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
     F.conv2d: nn.Conv2d,
     F.conv3d: nn.Conv3d,
 }
+
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 def title(node: fx.Node) -> str:
@@ -72,13 +75,34 @@ def unfold(
     return _Unfolding(module, inputs, to_write).result()
 
 
+def with_graph(
+    module: fx.GraphModule, graph: fx.Graph, made: Mapping[str, nn.Module | nn.Parameter]
+) -> fx.GraphModule:
+    """Another graph on the parts of a module, and on some of its own, by target."""
+    used = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
+    parts = {t: made[t] if t in made else attribute(module, t) for t in used}
+    return fx.GraphModule(parts, graph, type(module).__name__)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(_ARGUMENTS, node.args)), **node.kwargs}
+
+
+def reads_as_weight(node: fx.Node, other: fx.Node) -> bool:
+    """Whether another node's value is the weight or the bias of a layer that this one applies."""
+    applies = node.target in (F.linear, *_CONVOLUTIONS)
+    given = _arguments(node) if applies else {}
+    return any(given.get(name) is other for name in _ARGUMENTS[1:3])
+
+
 class _Unfolding:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], to_write: bool) -> None:
         self.to_write = to_write
         self.inner = inner_layers(module, inputs)
         self.module, self.graph = module, copy.deepcopy(module.graph)
         self.made: dict[str, nn.Module] = {}
-        self.uses = Counter(id(t) for n in module.graph.nodes for t in tensors_at(module, n))
+        read = (n for n in module.graph.nodes if n.op != "get_attr" or not only_looked_at(n))
+        self.uses = Counter(id(t) for n in read for t in tensors_at(module, n))
 
     def result(self) -> fx.GraphModule:
         for node in list(self.graph.nodes):
@@ -91,9 +115,7 @@ class _Unfolding:
                 self._function(node)
             elif node.name in self.inner:
                 self._pieces(node, self.inner[node.name])
-        used = {str(n.target) for n in self.graph.nodes if n.op in ("call_module", "get_attr")}
-        parts = {t: self.made.get(t) or attribute(self.module, t) for t in used}
-        return fx.GraphModule(parts, self.graph, type(self.module).__name__)
+        return with_graph(self.module, self.graph, self.made)
 
     def _alone(self, t: Tensor) -> bool:
         """Whether a single node has a tensor, or that does not matter."""
@@ -142,12 +164,14 @@ class _Unfolding:
             self.graph.erase_node(other)
 
     def _function(self, node: fx.Node) -> None:
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        given: dict[str, Any] = {**dict(zip(names, node.args)), **node.kwargs}
-        x, *weights = (given.pop(name, None) for name in names[:3])
+        given = _arguments(node)
+        x, *weights = (given.pop(name, None) for name in _ARGUMENTS[:3])
         own = [w for w in weights if w is not None]
         if not isinstance(x, fx.Node) or any(
-            not isinstance(w, fx.Node) or w.op != "get_attr" or len(w.users) > 1 or not self._own(w)
+            not isinstance(w, fx.Node)
+            or w.op != "get_attr"
+            or not self._own(w)
+            or any(user is not node and not looks(user, w) for user in w.users)
             for w in own
         ):
             return
@@ -165,9 +189,10 @@ class _Unfolding:
             return
         kind = _CONVOLUTIONS.get(node.target)
         layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
-        self._becomes(node, str(weights[0].target), layer, x)
+        self._becomes(node, title(weights[0]), layer, x)
         for w in own:
-            self.graph.erase_node(w)
+            if not w.users:
+                self.graph.erase_node(w)
 
     def _pieces(self, node: fx.Node, inner: Sequence[Inner]) -> None:
         arguments = arguments_of(node)

@@ -14,6 +14,7 @@ from zipfx import match
 from zipfx.alike import aligned
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
+from zipfx.bake import bake, with_plain_weights
 from zipfx.calibrate import (
     BatchToArgs,
     calibration,
@@ -256,18 +257,20 @@ def zip(
                 )
                 notes += unrepaired_norms(counts["repair"], unmeasured)
             elif isinstance(refitting, Refit) and data is not None:
-                wide = unfold(merged, inputs)
-                wides = [unfold(m, inputs, to_write=False) for m in modules]
                 states = [state_of(merged, inputs), *states]
                 written = states[0].tensors
+                plain, bakeable = with_plain_weights(merged, inputs, written)
+                wide = unfold(plain, inputs)
+                wides = [unfold(m, inputs, to_write=False) for m in modules]
+                bounds = limits(merged, found, named, [one.parameter for one in bakeable])
                 steps, left = plan_targets(
-                    wide, job, plans, len(data.loaders), wides, written, limits(merged, named)
+                    wide, job, plans, len(data.loaders), wides, written, bounds
                 )
                 refits, counts["repair"] = refit(
                     wide, wides, steps, data, refitting, states, progress=progress
                 )
                 notes += [f"not refitted: {', '.join(left)}"] * bool(left)
-                notes += unfitted(refits)
+                notes += unfitted(refits) + bake(merged, bakeable)
         flops = [count_flops(m, inputs) for m in (merged, *modules)]
         notes += put_back(merged, named)
         merged.to(home)

@@ -1,0 +1,188 @@
+"""Bake: weights that forward computes from parameters, as parameters of their own.
+
+`F.linear(x, w + b @ a)` can be refitted only as the one weight that it has in the end. So that is
+what a refit gets to see (`with_plain_weights`); where it has changed one, the merge has this in
+place of what computed it (`bake`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zipfx.calibrate import fixed_randomness
+from zipfx.correspond import attribute, module_paths
+from zipfx.memory import span
+from zipfx.replay import Noting
+from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
+from zipfx.tracers import is_in_place
+from zipfx.unfold import TITLE_KEY, reads_as_weight, with_graph
+
+
+@dataclass(frozen=True, eq=False)
+class Bakeable:
+    """A weight that forward computes: name of its node in the merge; what to call its layer; name
+    of the parameter that may take its place; that; what it was at first."""
+
+    node: str
+    layer: str
+    target: str
+    parameter: nn.Parameter
+    before: Tensor
+
+
+def with_plain_weights(
+    merged: fx.GraphModule, inputs: Sequence[Any], written: Sequence[Tensor] = ()
+) -> tuple[fx.GraphModule, list[Bakeable]]:
+    """The same graph on the same tensors, but for parameters in place of weights that it computes
+    from nothing else than its own tensors, always the same.
+
+    Args:
+        inputs: one value for each placeholder.
+        written: what forward writes to.
+    """
+    changing = [span(t) for t in written]
+    wanted = [node for node in merged.graph.nodes if _computes_weight(merged, node, changing)]
+    if not wanted:
+        return merged, []
+    values, again = (_Values(merged, wanted).seeded(inputs, seed) for seed in (0, 1))
+    numbers: dict[str, Iterator[int]] = {}
+    found = []
+    for node in wanted:
+        value = values.get(node)
+        if value is None or not torch.equal(value, again.get(node, value[:0])):
+            continue  # it is never the same twice
+        home = "" if HEAD_KEY not in node.meta else f"{HEADS}.{node.meta[HEAD_KEY]}"
+        holder = merged.get_submodule(home)
+        count = numbers.setdefault(home, itertools.count())
+        name = next(name for n in count if not hasattr(holder, name := f"{BAKED}_{n}"))
+        inside = [p for p in module_paths(node) if p]
+        layer = f"{home}.{inside[-1]}".lstrip(".") if inside else node.name
+        target = f"{home}.{name}".lstrip(".")
+        found.append(Bakeable(node.name, layer, target, nn.Parameter(value.clone()), value))
+    graph = copy.deepcopy(merged.graph)
+    named = {node.name: node for node in graph.nodes}
+    for one in found:
+        _replace(graph, named[one.node], one)
+    return with_graph(merged, graph, {one.target: one.parameter for one in found}), found
+
+
+class _Values(Noting):
+    """Notes what some nodes compute, if that is real numbers, and nothing writes to it."""
+
+    def __init__(self, module: fx.GraphModule, wanted: Collection[fx.Node]) -> None:
+        super().__init__(module)
+        self.wanted = set(wanted)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self.wanted and isinstance(value, Tensor) and value.is_floating_point():
+            self.found[n] = value, value.detach().clone()
+        return value
+
+    def seeded(self, inputs: Sequence[Any], seed: int) -> dict[fx.Node, Tensor]:
+        with fixed_randomness(seed):
+            found = self.noted(inputs)
+        return {node: was for node, (now, was) in found.items() if torch.equal(now, was)}
+
+
+def bake(merged: fx.GraphModule, found: Sequence[Bakeable]) -> list[str]:
+    """Put those of the parameters that have changed into a merge; a note of it."""
+    named = {node.name: node for node in merged.graph.nodes}
+    done = [one for one in found if not torch.equal(one.parameter, one.before)]
+    for one in done:
+        home, _, name = one.target.rpartition(".")
+        merged.get_submodule(home).register_parameter(name, one.parameter)
+        _remove(merged, _replace(merged.graph, named[one.node], one))
+    if not done:
+        return []
+    merged.recompile()
+    names = ", ".join(f"{one.layer} (now {one.target})" for one in done)
+    return [f"weights that forward computed, plain parameters since they were refitted: {names}"]
+
+
+def _replace(graph: fx.Graph, node: fx.Node, one: Bakeable) -> list[str]:
+    """Let a node read the parameter, and erase what nobody reads then; the modules and tensors that
+    this had used."""
+    above = set(_above(node, lambda n: n.all_input_nodes))
+    node.op, node.target, node.args, node.kwargs = "get_attr", one.target, (), {}
+    node.meta |= {BAKED_KEY: True, TITLE_KEY: one.layer}
+    gone = []
+    for other in reversed([n for n in graph.nodes if n in above]):
+        if not other.users and other.op != "placeholder":
+            graph.erase_node(other)
+            gone += [str(other.target)] if other.op in ("get_attr", "call_module") else []
+    return gone
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes of which more than dtype and device matters for what a node computes."""
+    if node.target is getattr and node.args[1] in ("dtype", "device"):
+        return []
+    cast = node.op == "call_method" and node.target in ("to", "type_as")
+    return [n for n in node.all_input_nodes if not cast or n is node.args[0]]
+
+
+def _above(node: fx.Node, inputs: Callable[[fx.Node], Sequence[fx.Node]]) -> list[fx.Node]:
+    """All that a node depends on."""
+    found = dict.fromkeys(inputs(node))
+    stack = list(found)
+    while stack:
+        new = [n for n in inputs(stack.pop()) if n not in found]
+        found |= dict.fromkeys(new)
+        stack += new
+    return list(found)
+
+
+def _remove(merged: fx.GraphModule, gone: Collection[str]) -> None:
+    """Remove the tensors of these that nothing else in the graph uses."""
+    read = [str(n.target) for n in merged.graph.nodes if n.op in ("get_attr", "call_module")]
+    kept = {id(part) for path in read for part in _parts(attribute(merged, path))}
+    for part in (part for path in gone for part in _parts(attribute(merged, path))):
+        if id(part) in kept:
+            continue
+        for module in list(merged.modules()):
+            for own in (module._parameters, module._buffers, module._modules):
+                for name in [name for name, value in own.items() if value is part]:
+                    del own[name]
+
+
+def _parts(value: Any) -> list[Any]:
+    """A tensor, or a module and all that is in it."""
+    if not isinstance(value, nn.Module):
+        return [value]
+    return [*value.modules(), *value.parameters(), *value.buffers()]
+
+
+def _computes_weight(
+    merged: fx.GraphModule, node: fx.Node, changing: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether a node computes a weight for the part of a merge that it is in, from parameters of
+    that part, and nothing but tensors that never change."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    computes = node.op not in ("get_attr", "placeholder", "output")
+    if reader is None or not (computes and reads_as_weight(reader, node)):
+        return False
+    part = reader.meta.get(HEAD_KEY)
+    tensors: list[Tensor] = []
+    for one in (node, *_above(node, _inputs)):
+        foreign = SOURCE_KEY not in one.meta or one.meta.get(HEAD_KEY) != part
+        if foreign or one.op == "placeholder" or is_in_place(one.target):
+            return False
+        if any(is_in_place(user.target) and user.args[0] is one for user in one.users):
+            return False
+        if one.op in ("get_attr", "call_module"):
+            parts = _parts(attribute(merged, str(one.target)))
+            tensors += [t for t in parts if isinstance(t, Tensor)]
+    steady = not any(
+        start < stop and begin < end
+        for begin, stop in map(span, tensors)
+        for start, end in changing
+    )
+    return steady and any(isinstance(t, nn.Parameter) for t in tensors)
