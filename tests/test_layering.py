@@ -15,7 +15,7 @@ ORDER = """
     matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched memory tensors hidden copies parametrized
-    computed calls
+    computed singular calls
     tracers
     example tidy trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction

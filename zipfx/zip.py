@@ -46,6 +46,7 @@ from zipfx.repair import repair_batch_norm
 from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes, homes
+from zipfx.singular import renew
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
@@ -247,7 +248,7 @@ def zip(
             merged.to(away)
             found = computed(merged, models, homes(len(models), partial))
             named, told = constrained(merged, found)
-            notes += told
+            notes += told + renew(merged, models)
         refits: list[Refitted] = []
         with stages.stage("repair"):
             if repair == "bn" and data is not None:
