@@ -27,9 +27,14 @@ NAMES = """
     two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
     list_input_iteration
 """.split()
-MORE = (
-    "fourier_layer_complex packed_sequence_lstm identity_branch_in_kernel".split()
-)  # of models2.py
+MORE = """
+    dispatched_experts fourier_layer_complex identity_branch_in_kernel meta_branch
+    packed_sequence_lstm spectral_norm_convs
+""".split()  # of models2.py
+FLOWS = """
+    dtype_of_a_weight dynamically_quantised endless_generator exported_modules extra_keywords
+    flat_parameters inside_inference_mode jit_traced
+""".split()  # of use
 EVERY = [*NAMES, *MORE]
 
 Element = tuple[str, int, int, "tuple[int, int] | None"]  # parameter, dim, index, rows
@@ -93,6 +98,9 @@ def contains(own: Sequence[Counter[Element]], true: Sequence[Counter[Element]]) 
 
 def test_every_case_is_listed() -> None:
     assert sorted(shared_module("cases/models.py").CASES) == sorted(NAMES)
+    more = shared_module("cases/models2.py")
+    assert sorted(more.CASES) == sorted(MORE)
+    assert sorted(more.FLOWS) == sorted(FLOWS)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -140,3 +148,13 @@ def test_law_3(name: str) -> None:
     data = [tree_map(fresh, inputs) for _ in range(30)]
     merged = merge([model, twin], data, matcher="permute")
     assert error(run(model, inputs), run(merged, inputs)) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("name", FLOWS)
+def test_flows(name: str) -> None:
+    """Ways of use that went wrong without a word."""
+    right, what = shared_module("cases/models2.py").FLOWS[name]
+    assert right(zipfx), what

@@ -17,7 +17,7 @@ ORDER = """
     tap draw spaces labels ledger shadow untouched memory tensors hidden copies parametrized
     computed singular calls
     tracers
-    example tidy trace standins layers
+    example tidy flat trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
     rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate

@@ -29,8 +29,13 @@ def hooked(model: nn.Module) -> list[str]:
     return [
         path
         for path, module in model.named_modules()
-        if any(vars(module).get(kind) for kind in _HOOKS[:4])
+        if any(_of_caller(hook) for kind in _HOOKS[:4] for hook in vars(module)[kind].values())
     ]
+
+
+def _of_caller(hook: Any) -> bool:
+    """Whether a hook is none of those that `torch.export` gives its modules."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.export.")
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:

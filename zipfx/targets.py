@@ -39,7 +39,7 @@ from zipfx.tidy import only_looked_at
 from zipfx.tracers import is_in_place
 from zipfx.unfold import PART_KEY, title
 
-_ADDS = (add, iadd, torch.add, "add", "add_")
+_ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")
 #: what hands its input on as it is, in eval mode
 _PASSING = (nn.Identity, nn.modules.dropout._DropoutNd)
 _PASSING_CALLS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth")
@@ -52,6 +52,7 @@ _FLAT: dict[object, tuple[float, float]] = {
     torch.relu_: (0, math.inf),
     "relu": (0, math.inf),
     "relu_": (0, math.inf),
+    torch.ops.aten.relu.default: (0, math.inf),
     nn.ReLU6: (0, 6),
     F.relu6: (0, 6),
 }

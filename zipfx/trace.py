@@ -27,6 +27,7 @@ from zipfx.calls import (
 from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
+from zipfx.flat import packed
 from zipfx.modes import as_caller
 from zipfx.parametrized import fold
 from zipfx.tap import decomposed
@@ -327,7 +328,7 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool)
             paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
             stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
             node.meta["nn_module_stack"] = stack
-    module = fx.GraphModule(twin, twin.graph, type(model).__name__)
+    module = fx.GraphModule(twin, packed(twin.graph, type(model).__name__), type(model).__name__)
     module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
     module.meta[NOTES] = list(model.meta.get(NOTES, ()))
     module.meta[SETS] = []

@@ -34,7 +34,11 @@ PART_KEY = "zipfx_part"
 TITLE_KEY = "zipfx_title"
 
 _PROJECTIONS = ("query", "key", "value")
+_LINEAR = F.linear, torch.ops.aten.linear.default
 _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
+    torch.ops.aten.conv1d.default: nn.Conv1d,
+    torch.ops.aten.conv2d.default: nn.Conv2d,
+    torch.ops.aten.conv3d.default: nn.Conv3d,
     F.conv1d: nn.Conv1d,
     F.conv2d: nn.Conv2d,
     F.conv3d: nn.Conv3d,
@@ -90,7 +94,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def reads_as_weight(node: fx.Node, other: fx.Node) -> bool:
     """Whether another node's value is the weight or the bias of a layer that this one applies."""
-    applies = node.target in (F.linear, *_CONVOLUTIONS)
+    applies = node.target in (*_LINEAR, *_CONVOLUTIONS)
     given = _arguments(node) if applies else {}
     return any(given.get(name) is other for name in _ARGUMENTS[1:3])
 
@@ -111,7 +115,7 @@ class _Unfolding:
                 own = isinstance(leaf, nn.MultiheadAttention)
                 if own and runs_as(leaf, nn.MultiheadAttention):
                     self._attention(node, leaf)
-            elif node.target in (F.linear, *_CONVOLUTIONS) and self.to_write:
+            elif node.target in (*_LINEAR, *_CONVOLUTIONS) and self.to_write:
                 self._function(node)
             elif node.name in self.inner:
                 self._pieces(node, self.inner[node.name])
