@@ -90,6 +90,25 @@ class Asking(Layer):
         return F.linear(x, self.w, self.bias) * self.w.size(0) / self.w.shape[0]
 
 
+class Turned(Layer):
+    """Parts of one weight, one of them the other way round."""
+
+    def build(self, inputs: int, outputs: int) -> None:
+        half = outputs // 2
+        self.w = nn.Parameter(torch.randn(outputs * inputs) / inputs**0.5)
+        self.size = half, inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        half, n = self.size
+        first = F.linear(x, self.w[: half * n].view(half, n), self.bias[:half])
+        return torch.cat([first, F.linear(x, self.w[half * n :].view(n, -1).t())], -1)
+
+
+class Twice(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w.view(self.w.shape)) + F.linear(x.abs(), self.w[:, :])
+
+
 class Noisy(Layer):
     def weight(self) -> Tensor:
         return self.w + torch.randn_like(self.w) / 1e3
@@ -227,6 +246,23 @@ def test_left_computed(kind: type[Layer]) -> None:
     assert not notes(merged, NOTE)
     assert len(notes(merged, LEFT)) == 1
     assert not [name for name in merged.state_dict() if "baked" in name]
+
+
+def test_views_are_written_through() -> None:
+    """A view of a parameter needs no other one: law 7 holds."""
+    models, x = strangers(Turned), data()[0]
+    plain = zipfx.zip(models, data(), repair="none", progress=False)
+    merged = zipfx.zip(models, data(), progress=False)
+    assert not notes(merged, NOTE)
+    assert not notes(merged, LEFT)
+    assert len(merged.meta["zipfx"].refits) == 6
+    mean = (models[0](x) + models[1](x)) / 2
+    assert error(mean, merged(x)) < 0.7 * error(mean, plain(x))
+    fresh = net(Turned, 5)
+    fresh.load_state_dict(merged.state_dict())
+    assert error(merged(x), fresh(x)) < 1e-6
+    twice = zipfx.zip(strangers(Twice), data(), progress=False)
+    assert len(notes(twice, LEFT)) == 1
 
 
 def test_masks() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
 from zipfx.correspond import attribute, module_paths
-from zipfx.memory import span
+from zipfx.memory import is_dense, span
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.tracers import is_in_place
@@ -28,13 +28,15 @@ from zipfx.unfold import TITLE_KEY, reads_as_weight, with_graph
 @dataclass(frozen=True, eq=False)
 class Bakeable:
     """A weight that forward computes: name of its node in the merge; what to call its layer; name
-    of the parameter that may take its place; that; what it was at first."""
+    of the parameter that may take its place; that; what it was at first. A view is on the memory of
+    a parameter of the merge, so that what is written there needs no place."""
 
     node: str
     layer: str
     target: str
     parameter: nn.Parameter
     before: Tensor
+    is_view: bool
 
 
 def with_plain_weights(
@@ -51,12 +53,15 @@ def with_plain_weights(
     wanted = [node for node in merged.graph.nodes if _computes_weight(merged, node, changing)]
     if not wanted:
         return merged, []
-    values, again = (_Values(merged, wanted).seeded(inputs, seed) for seed in (0, 1))
+    first, again = (_Values(merged, wanted).seeded(inputs, seed) for seed in (0, 1))
+    own = {t.untyped_storage()._cdata for t in merged.parameters()}
     numbers: dict[str, Iterator[int]] = {}
     found = []
     for node in wanted:
-        value = values.get(node)
-        if value is None or not torch.equal(value, again.get(node, value[:0])):
+        if node not in first or node not in again:
+            continue
+        value, before = first[node]
+        if not torch.equal(before, again[node][1]):
             continue  # it is never the same twice
         home = "" if HEAD_KEY not in node.meta else f"{HEADS}.{node.meta[HEAD_KEY]}"
         holder = merged.get_submodule(home)
@@ -65,7 +70,9 @@ def with_plain_weights(
         inside = [p for p in module_paths(node) if p]
         layer = f"{home}.{inside[-1]}".lstrip(".") if inside else node.name
         target = f"{home}.{name}".lstrip(".")
-        found.append(Bakeable(node.name, layer, target, nn.Parameter(value.clone()), value))
+        is_view = value.untyped_storage()._cdata in own and is_dense(value) and not value.is_neg()
+        parameter = nn.Parameter(value.detach() if is_view else value.clone())
+        found.append(Bakeable(node.name, layer, target, parameter, before, is_view))
     graph = copy.deepcopy(merged.graph)
     named = {node.name: node for node in graph.nodes}
     for one in found:
@@ -86,16 +93,17 @@ class _Values(Noting):
             self.found[n] = value, value.detach().clone()
         return value
 
-    def seeded(self, inputs: Sequence[Any], seed: int) -> dict[fx.Node, Tensor]:
+    def seeded(self, inputs: Sequence[Any], seed: int) -> dict[fx.Node, tuple[Tensor, Tensor]]:
+        """The values, and copies of them."""
         with fixed_randomness(seed):
             found = self.noted(inputs)
-        return {node: was for node, (now, was) in found.items() if torch.equal(now, was)}
+        return {node: both for node, both in found.items() if torch.equal(*both)}
 
 
 def bake(merged: fx.GraphModule, found: Sequence[Bakeable]) -> list[str]:
     """Put those of the parameters that have changed into a merge; a note of it."""
     named = {node.name: node for node in merged.graph.nodes}
-    done = [one for one in found if not torch.equal(one.parameter, one.before)]
+    done = [one for one in found if not (one.is_view or torch.equal(one.parameter, one.before))]
     for one in done:
         home, _, name = one.target.rpartition(".")
         merged.get_submodule(home).register_parameter(name, one.parameter)

@@ -263,7 +263,9 @@ def zip(
                 plain, bakeable = with_plain_weights(merged, inputs, written)
                 wide = unfold(plain, inputs)
                 wides = [unfold(m, inputs, to_write=False) for m in modules]
-                bounds = limits(merged, found, named, [one.parameter for one in bakeable])
+                bounds = limits(
+                    merged, found, named, [one.parameter for one in bakeable if not one.is_view]
+                )
                 steps, left = plan_targets(
                     wide, job, plans, len(data.loaders), wides, written, bounds
                 )
