@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
+from zipfx.graphs import attribute, plain
 from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
@@ -51,7 +52,7 @@ def last_node(module: fx.GraphModule, partial: str | None) -> int:
 
 def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
     """Why a name is none of a module that runs, and which ones are near it."""
-    leaves = [str(n.target) for n in module.graph.nodes if n.op == "call_module"]
+    leaves = [plain(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
     around = [leaf for leaf in leaves if partial.startswith(f"{leaf}.")]
     if around:
         kind = type(module.get_submodule(around[-1])).__name__
@@ -178,12 +179,6 @@ def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
         value = attribute(module, str(node.target))
         return [value] if isinstance(value, Tensor) else []
     return []
-
-
-def attribute(module: nn.Module, path: str) -> Any:
-    """The attribute at a dotted path."""
-    parent, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(parent), name)
 
 
 def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> dict[str, Any]:

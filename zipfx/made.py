@@ -16,8 +16,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from zipfx.errors import ZipError
 from zipfx.naming import name_of_callable
 from zipfx.recipe import Recipe, Step, patched, recipe_of
-from zipfx.rewrite import HEADS, own_tensors
+from zipfx.rewrite import HEADS
 from zipfx.stored import kind, named, tied
+from zipfx.tree import own_tensors
 
 #: meta key of a merged module: a `Made`
 MADE = "zipfx_made"

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.calls import EXPECTATIONS, expect_equal
-from zipfx.correspond import attribute
 from zipfx.errors import ZipError
+from zipfx.graphs import attribute, plain
 from zipfx.hidden import attributes
 from zipfx.naming import name_of_callable, without_addresses
 from zipfx.parametrized import is_computing, plain_class, tensor_of
@@ -31,11 +31,11 @@ from zipfx.rewrite import (
     SOURCE_KEY,
     MergedModule,
     Part,
-    ValueOf,
     build,
     planted,
 )
 from zipfx.tracers import name_of
+from zipfx.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
 Take = Callable[[str, Tensor | None], Tensor]
@@ -153,6 +153,7 @@ def _step(merged: fx.GraphModule, node: fx.Node) -> Step:
 
 def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
     target = name_of(node.target)
+    target = plain(target) if node.op in _NAMED else target
     if part is not None and node.op in _NAMED:
         target = target.removeprefix(f"{HEADS}.{part}.")
     text = _text((node.args, node.kwargs))
@@ -323,7 +324,7 @@ def _copied(graph: fx.Graph, source: fx.Node, step: Step, made: Mapping[str, fx.
     args, kwargs = _with_reads((source.args, source.kwargs), step, made)
     target: Any = source.target
     if step.part is not None and source.op in _NAMED:
-        target = f"{HEADS}.{step.part}.{target}"
+        target = f"{HEADS}.{step.part}.{plain(target)}"
     node = graph.create_node(source.op, target, args, kwargs, step.name, source.type)
     node.meta = {**source.meta, SOURCE_KEY: source.name}
     node.meta.pop(HEAD_KEY, None)

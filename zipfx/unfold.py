@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.correspond import attribute, tensors_at
+from zipfx.correspond import tensors_at
+from zipfx.graphs import GraphModule, attribute, plain, tree_of
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.tensors import runs_as
@@ -42,7 +43,7 @@ _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
 
 def title(node: fx.Node) -> str:
     """What messages call the layer of a node."""
-    found: str = node.meta.get(TITLE_KEY, str(node.target))
+    found: str = node.meta.get(TITLE_KEY, plain(str(node.target)))
     return found
 
 
@@ -92,8 +93,8 @@ class _Unfolding:
             elif node.name in self.inner:
                 self._pieces(node, self.inner[node.name])
         used = {str(n.target) for n in self.graph.nodes if n.op in ("call_module", "get_attr")}
-        parts = {t: self.made.get(t) or attribute(self.module, t) for t in used}
-        return fx.GraphModule(parts, self.graph, type(self.module).__name__)
+        parts = {plain(t): self.made.get(t) or attribute(self.module, t) for t in sorted(used)}
+        return GraphModule(tree_of(parts), self.graph, type(self.module).__name__)
 
     def _alone(self, t: Tensor) -> bool:
         """Whether a single node has a tensor, or that does not matter."""
@@ -104,7 +105,7 @@ class _Unfolding:
         return all(map(self._alone, tensors_at(self.module, node)))
 
     def _attention(self, node: fx.Node, leaf: Any) -> None:
-        path = str(node.target)
+        path = plain(str(node.target))
         given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs)
         read = {u: u.args[1] for u in node.users if u.target is getitem}
         outputs = [u for u, i in read.items() if i == 0]
@@ -165,7 +166,7 @@ class _Unfolding:
             return
         kind = _CONVOLUTIONS.get(node.target)
         layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
-        self._becomes(node, str(weights[0].target), layer, x)
+        self._becomes(node, plain(str(weights[0].target)), layer, x)
         for w in own:
             self.graph.erase_node(w)
 
@@ -186,7 +187,7 @@ class _Unfolding:
         made: list[fx.Node] = []
         with self.graph.inserting_before(node):
             for weight, bias in inner:
-                path = str(own[weight].target)
+                path = plain(str(own[weight].target))
                 x = self.graph.call_module(up_to, tuple(made), arguments)
                 self._name(x, node, f"before_{weight}")
                 layer = _linear(tensors[weight], None if bias is None else tensors[bias])
