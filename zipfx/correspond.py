@@ -50,6 +50,17 @@ def last_node(module: fx.GraphModule, partial: str | None) -> int:
     raise ZipError(f"partial={partial!r} {_not_a_cut(module, partial, known)}")
 
 
+def first_name(module: fx.GraphModule, path: str) -> str:
+    """The name by which the graph knows a module that may have several, or the path itself."""
+    known = {p for node in module.graph.nodes for p in module_paths(node)}
+    if not any(p == path or p.startswith(f"{path}.") for p in known):
+        every: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+        for name in (name for name, m in every.items() if m is every.get(path)):
+            if any(p == name or p.startswith(f"{name}.") for p in known):
+                return name
+    return path
+
+
 def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
     """Why a name is none of a module that runs, and which ones are near it."""
     leaves = [plain(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]

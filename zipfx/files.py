@@ -22,7 +22,7 @@ from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
-from zipfx.made import MADE, as_made, check_as_made
+from zipfx.made import MADE, as_made, check_as_made, extra_texts
 from zipfx.modes import own_modes
 from zipfx.parametrized import how_computed
 from zipfx.plain import parsed, read, written
@@ -46,7 +46,7 @@ class Header:
     train mode; frozen: of the parameters without gradients; tied: further names of tensors -> the
     names that they are stored under; strides: of tensors that are not contiguous; complex: tensors
     that are stored as pairs of real numbers; computed: by name, of tensors that are
-    computed from others, how.
+    computed from others, how; extra: by path of a module with extra state, what tells it.
     """
 
     version: int
@@ -61,6 +61,7 @@ class Header:
     complex: tuple[str, ...]
     report: Report
     computed: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
 
 
 @own_modes()
@@ -126,6 +127,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
         complex=tuple(name for name, t in own.items() if t.is_complex()),
         report=replace(report, seconds={}, bytes={}),  # of one run: equal merges are equal files
         computed=how_computed(merged),
+        extra=extra_texts(merged),
     )
     flat = {name: stored(t) for name, t in own.items()}
     text = _text(header)
@@ -253,6 +255,11 @@ def _loaded(
         raise ZipError(
             f"{name!r} is computed in another way in the models than in the file "
             f"({how}): {_AS_SAVED}"
+        )
+    for path, _ in extra_texts(merged).items() ^ header.extra.items():
+        raise ZipError(
+            f"the extra state (get_extra_state) of module {path!r} is not in the file, and in the "
+            "models it is not what it was in those that were saved: give models that have it"
         )
     found = named(merged)
     left = sorted(names - set(found))

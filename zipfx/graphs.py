@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +99,8 @@ class GraphModule(fx.GraphModule):
         for node in graph.nodes:
             if node.op in _READ:
                 node.target = reached(str(node.target))
+            if node.name == "self":  # in the code it would hide the module
+                node._rename("own")
         self.graph = graph
         if graph._tracer_cls is not None and "<locals>" not in graph._tracer_cls.__qualname__:
             self._tracer_cls = graph._tracer_cls
@@ -202,10 +206,38 @@ def plain(target: str) -> str:
     return target.removeprefix(f"{OWN}.")
 
 
+class _Atom(str):
+    """A part of a target that fx must not write into code as it is."""
+
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        return False
+
+    def __format__(self, form: str) -> str:
+        """In double quotes, as fx writes it."""
+        return json.dumps(str(self))[1:-1]
+
+
+class _Target(str):
+    """A target with parts that Python has another meaning for, such as `class`."""
+
+    __slots__ = ()
+
+    def split(self, *args: Any) -> list[str]:
+        return [_Atom(part) if _is_odd(part) else part for part in super().split(*args)]
+
+
+def _is_odd(part: str) -> bool:
+    return keyword.iskeyword(part) or not part.isidentifier()
+
+
 def reached(name: str) -> str:
     """What a node has as its target to read what has this name."""
     taken = name.partition(".")[0] in _taken() and not name.startswith(f"{OWN}.")
-    return f"{OWN}.{name}" if taken else name
+    name = f"{OWN}.{name}" if taken else str(name)
+    odd = any(_is_odd(part) and not part.isdecimal() for part in name.split("."))
+    return _Target(name) if odd else name
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
@@ -258,13 +290,24 @@ def check_names(module: nn.Module, graph: fx.Graph) -> None:
     lost = [name for kind in _KINDS for name in vars(module)[kind] if name in (OWN, EXTRA)]
     for name in lost:
         raise ZipError(f"the model has something named {name!r}, which zipfx uses: rename it")
-    for target in {str(node.target) for node in graph.nodes if node.op in _READ}:
-        here = module
-        for part in plain(target).split("."):
-            kinds = [vars(here)[kind] for kind in _KINDS if part in vars(here).get(kind, ())]
-            if part in dir(nn.Module) and kinds:
-                raise ZipError(
-                    f"{plain(target)!r} of the model can not be read, since {part!r} is something "
-                    "that every torch.nn.Module has: rename it"
-                )
-            here = kinds[0][part] if kinds else here
+    hidden = hidden_names(module)
+    for target in {plain(str(node.target)) for node in graph.nodes if node.op in _READ}:
+        for name in hidden:
+            if f"{target}.".startswith(f"{name}."):
+                raise ZipError(f"forward uses {name!r}, {HIDDEN}")
+
+
+#: of a name
+HIDDEN = "which is also the name of something that every torch.nn.Module has: rename it"
+
+
+def hidden_names(model: nn.Module) -> list[str]:
+    """What is registered in a model and can not be read by its name, since each module has
+    something of that name."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for kind in _KINDS
+        for name in vars(module).get(kind, ())
+        if hasattr(nn.Module, name)
+    ]

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
+from zipfx.graphs import GraphModule
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
@@ -201,7 +202,7 @@ def joint_graph(
             read = joint[observer.node] if observer.inner is None else tuple(heard)
             graph.call_module(f"observers.{name}", read)
     graph.output(())
-    module = fx.GraphModule(root, graph, "Joint")
+    module = GraphModule(root, graph, "Joint")
     graph.lint()
     return module
 

@@ -174,7 +174,7 @@ def homes(models: int, partial: str | None) -> dict[str, list[int]]:
 
 def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
     """Train or eval mode of every module as in the models."""
-    modes = {name: m.training for name, m in models[0].named_modules()}
+    modes = {name: m.training for name, m in models[0].named_modules(remove_duplicate=False)}
     for name, module in merged.named_modules():
         module.training = modes.get(name, models[0].training)
     for k, model in enumerate(models):

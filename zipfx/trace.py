@@ -27,7 +27,7 @@ from zipfx.calls import (
 from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
-from zipfx.graphs import GraphModule, check_names, plain
+from zipfx.graphs import HIDDEN, GraphModule, check_names, hidden_names, plain
 from zipfx.modes import as_caller
 from zipfx.parametrized import fold
 from zipfx.tap import decomposed
@@ -346,6 +346,9 @@ def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
 
 
 def _untraceable(root: nn.Module, error: Exception) -> str:
+    for name in hidden_names(root):
+        if name.rpartition(".")[2] in str(error):
+            return f"the model has {name!r}, {HIDDEN}"
     names = {id(m): name for name, m in root.named_modules()}
     place, path = "", ""
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -106,7 +106,11 @@ class Tree:
         """Give what there is inside a module all of the names that it has in the source, in the
         order of the source: a layer, or a tensor, may have several."""
         for name, child in source._modules.items():
-            if child is not None and name not in here._modules and self.has(child):
+            if child is None or name in here._modules:
+                continue
+            if not self.has(child) and any(map(self.has, child.modules())):
+                self._modules[id(child)] = _container(child)  # of what has another name
+            if self.has(child):
                 here._modules[name] = self._modules[id(child)]
         for name, p in source._parameters.items():
             if p is not None and name not in here._parameters and id(p) in self._made:

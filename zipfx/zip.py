@@ -29,6 +29,7 @@ from zipfx.correspond import (
     check_models,
     check_outputs,
     counterparts,
+    first_name,
     last_node,
     unpacked,
 )
@@ -37,7 +38,15 @@ from zipfx.made import MADE, as_made
 from zipfx.modes import own_modes
 from zipfx.naming import name_of_callable
 from zipfx.notes import blind as unobserved
-from zipfx.notes import few, hooks, unfitted, unrepaired, unrepaired_norms
+from zipfx.notes import (
+    few,
+    hooks,
+    not_loadable,
+    unfitted,
+    unlike_extras,
+    unrepaired,
+    unrepaired_norms,
+)
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import Matched, comparable, match_spaces, observed, unknown
 from zipfx.refit import Refit, Refitted, refit
@@ -179,11 +188,13 @@ def zip(
                 # on memory of their own
                 modules = [trace(m, tracer, away, inputs, by_name, folded=True) for m in models]
                 states = [state_of(m, inputs) for m in modules]
-            last = last_node(modules[0], partial)
+            cut = None if partial is None else first_name(modules[0], partial)
+            last = last_node(modules[0], cut)
+            extras = unlike_extras(modules)
         with stages.stage("correspond"):
             if partial is None:
                 check_outputs(modules, inputs)
-            alike = aligned(modules, last, inputs, partial)
+            alike = aligned(modules, last, inputs, cut)
             states = [
                 state if new is old else state_of(new, inputs)
                 for state, new, old in builtins.zip(states, alike.modules, modules, strict=True)
@@ -314,6 +325,8 @@ def zip(
             *([] if isinstance(merging, match.Identity) else unobserved(spaces, blind)),
             *notes,
             *unrepaired(analysis, merged, repair),
+            *(extras[path] for path, _ in merged.named_modules() if path in extras),
+            *([] if partial is not None else not_loadable(merged, models[0])),
         ),
     )
     merged.meta[MADE] = as_made(merged, len(models), partial is not None)
