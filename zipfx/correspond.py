@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
 from zipfx.graphs import attribute, plain
 from zipfx.hidden import attributes, check_visible
@@ -299,8 +300,9 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
     shapes = []
     for k, module in enumerate(modules):
         try:
-            with untouched(named_tensors(module).values()), as_caller():
-                result = module(*clone_tensors(inputs))
+            twin = alias(module).eval()  # what forward keeps in attributes stays there
+            with untouched([*twin.parameters(), *twin.buffers()]), as_caller():
+                result = fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in leaves(result) if isinstance(t, Tensor)])
