@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from laws import EXACT, error, heads_error, merge, permuted, run, unharmed
+from models import NETS, Net
 from torch import Tensor, fx, nn
 
 import zipfx
+from zipfx.tracers import Tracer
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)).double()
 
@@ -469,3 +471,82 @@ def test_a_state_that_does_not_load_is_a_note() -> None:
     merged = merge(made(lambda: Renaming(nn.Linear(4, 3))), [(X,)])
     (note,) = merged.meta["zipfx"].notes
     assert "does not load strictly into a Renaming: it lacks model.0.bias" in note
+
+
+@pytest.mark.parametrize("repair", ["none", "refit"])
+@pytest.mark.parametrize("net", NETS.values(), ids=NETS)
+def test_law_7(net: Net, repair: str) -> None:
+    models = [net.build(seed) for seed in (0, 1)]
+    merged = merge(models, net.batches(), repair=repair)
+    again, x = net.build(2), net.inputs(4)
+    again.load_state_dict(merged.state_dict())
+    assert list(again.state_dict()) == list(merged.state_dict())
+    assert error(run(merged, x), run(again, x)) < EXACT
+
+
+class Caching(nn.Module):
+    """A module that keeps what it makes of its weights, as the attention of TinyViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.made = nn.Parameter(torch.randn(6)), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.made.setdefault("twice", 2 * self.bias)
+
+
+class Leaves(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Caching) or super().is_leaf_module(m, module_qualified_name)
+
+
+@pytest.mark.parametrize("repair", ["none", "refit"])
+def test_what_a_model_caches_is_no_part_of_a_merge(repair: str) -> None:
+    def kind() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), Caching(), nn.ReLU(), nn.Linear(6, 3))
+
+    models = made(kind)
+    merged = merge(models, [(X,)], repair=repair, tracer=Leaves())
+    again = made(kind, 3)[2]
+    again.load_state_dict(merged.state_dict())
+    assert error(run(again, (X,)), run(merged, (X,))) < EXACT
+    assert not any(len(model[1].made) for model in models)  # type: ignore[index, arg-type]
+
+
+# ------------------------------------------------------------------ models that are graphs
+def test_merges_of_merges_and_of_graphs(tmp_path: Path) -> None:
+    for kind in (Keys, Stem, Extra):
+        models = made(kind, 4)
+        pairs = [merge(models[i : i + 2], [(X,)]) for i in (0, 2)]
+        merged = unharmed(pairs, lambda: merge(pairs, [(X,)], repair="refit"))  # noqa: B023
+        assert isinstance(merged, fx.GraphModule), merged
+        again = made(kind, 3)[2]
+        again.load_state_dict(merged.state_dict())
+        assert error(run(merged, (X,)), run(again, (X,))) < EXACT
+        check_copies(merged, pairs, (X,), tmp_path)
+    for model in made(Stem, 1):
+        graph = fx.symbolic_trace(model)
+        merged = merge([graph, copy.deepcopy(graph)], [(X,)], matcher="permute")
+        assert merged.state_dict().keys() == graph.state_dict().keys()
+        assert error(run(graph, (X,)), run(merged, (X,))) < EXACT
+
+
+def test_exported_models() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add, self.h = nn.Linear(4, 6), nn.Linear(6, 3)
+            self.register_buffer("linear", torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.h(torch.relu(self.add(x)) * self.linear)
+
+    shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
+    models: list[nn.Module] = [
+        torch.export.export(m, (X,), dynamic_shapes=shapes).module() for m in made(Shifted)
+    ]
+    merged = merge(models, [(X,)])
+    again = made(Shifted, 3)[2]
+    again.load_state_dict(merged.state_dict())
+    (found,) = run(merged, (X,))  # as the exported graph has it
+    assert error(found, run(again, (X,))) < EXACT

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from zipfx.copies import structural_copy
-from zipfx.graphs import plain, reached
+from zipfx.graphs import attribute, plain, reached
 from zipfx.parametrized import LIST, own_parametrizations
 
 Limit = Callable[[Tensor], Tensor]  # the nearest weight to one that is possible
@@ -215,7 +215,7 @@ def _holder(merged: nn.Module, one: Computed) -> nn.Module | None:
 
 def value_of(merged: nn.Module, one: Computed) -> Tensor:
     """The tensor of a merge."""
-    found: Tensor = getattr(merged.get_submodule(one.path), one.name)
+    found: Tensor = attribute(merged, one.full)
     return found
 
 
