@@ -78,8 +78,8 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
     Args:
         merged: the result of `zipfx.zip`, `zipfx.head` or `zipfx.load`, on any device; it may be
             fine-tuned, cast, frozen or moved. What `load` could not bring back is refused: layers
-            that were replaced or wrapped (pruning, LoRA, parametrizations), settings that were
-            changed, hooks, tensors that are no plain ones.
+            that were replaced or wrapped (pruning, LoRA, parametrizations), settings or extra state
+            that were changed, hooks, tensors that are no plain ones.
         path: of the file, by custom `*.safetensors`; what is there is overwritten.
 
     Raises:
@@ -178,7 +178,7 @@ def load(
     """Read a merged module that `zipfx.save` wrote; nothing that is in the file is executed.
 
     The models are left unchanged. What a file does not hold comes from them: layers, with their
-    settings, and functions. Their weights do not matter. They are traced, and compared node by node
+    settings and extra state, and functions. Their weights do not matter. They are traced, and compared node by node
     with what was saved; no data is needed, nothing is analysed, matched or repaired again. The file
     is not used any more afterwards.
 

@@ -97,8 +97,9 @@ def zip(
             turns; every model sees all of it). A batch is a tensor, a tuple or list whose first
             item is the input, or a dict of keyword arguments; anything else with `batch_to_args`.
             Labels are never read. None only with matcher="weights" or "identity".
-        partial: qualified name of the last module to be zipped; what runs later becomes one head
-            per model. None: everything is zipped, and the models' outputs are averaged.
+        partial: qualified name (any that it has) of the last module to be zipped; what runs later
+            becomes one head per model. None: everything is zipped, and the models' outputs are
+            averaged.
         matcher: "zip", "permute", "optimal", "kmeans", "weights" (no data needed), "identity"
             (weight averaging), "svd" (for study), an instance such as `Zip(alpha=0.1)`, or a
             function of your own (see `Matcher`).
