@@ -178,9 +178,9 @@ def load(
     """Read a merged module that `zipfx.save` wrote; nothing that is in the file is executed.
 
     The models are left unchanged. What a file does not hold comes from them: layers, with their
-    settings and extra state, and functions. Their weights do not matter. They are traced, and compared node by node
-    with what was saved; no data is needed, nothing is analysed, matched or repaired again. The file
-    is not used any more afterwards.
+    settings and extra state, and functions. Their weights do not matter. They are traced, and
+    compared node by node with what was saved; no data is needed, nothing is analysed, matched or
+    repaired again. The file is not used any more afterwards.
 
     Args:
         path: of the file.
