@@ -8,8 +8,9 @@ All classifiers and segmenters of torchvision, and timm models of as many famili
 statistics and affines, biases, layer scales, position tables), in float64, at the smallest input
 that the model takes. Of each: the spaces that `zipfx.analyze` finds; the parameter axes that are
 left fixed, and why; the relative error after every space is permuted at random (law 1); the
-parameters of a full zip of two copies relative to one model (law 2); seconds. Every model has a
-process of its own, so that none can end the sweep.
+parameters of a full zip of two copies relative to one model (law 2); the relative error of a fresh
+instance into which the state of a full zip of two that differ was loaded, strictly (law 7);
+seconds. Every model has a process of its own, so that none can end the sweep.
 """
 
 from __future__ import annotations
@@ -201,6 +202,31 @@ def law_2(model: nn.Module, x: Tensor) -> float:
     return evaluate.parameters([merged]) / evaluate.parameters([model])
 
 
+def law_7(model: nn.Module, fresh: nn.Module, x: Tensor, seed: int = 2) -> float:
+    """Relative error of a fresh instance, into which the state of a full zip of the model and
+    another one of its kind was loaded, against what the zip computes.
+
+    Raises:
+        RuntimeError: it does not load strictly.
+    """
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    learned = [b for n, b in other.named_buffers() if n.endswith(("running_mean", "running_var"))]
+    with torch.no_grad():
+        for t in (*other.parameters(), *learned):
+            t.mul_(1 + 0.1 * torch.rand(t.shape, generator=generator).to(t))
+    merged = zipfx.zip(
+        [model, other], None, matcher="identity", repair="none", example_inputs=x, verify=False,
+        progress=False,
+    )  # fmt: skip
+    fresh.load_state_dict(merged.state_dict())
+    with torch.no_grad():
+        pairs = zip(tree_leaves(fresh(x)), tree_leaves(merged(x)), strict=True)
+        return max(
+            float((a - b).abs().max() / b.abs().max()) for a, b in pairs if isinstance(b, Tensor)
+        )
+
+
 def pinned_axes(spaces: zipfx.SpaceMap) -> set[tuple[str, int]]:
     """Axes left fixed although they are neither the network's input nor its output."""
     return {(p.parameter, p.dim) for p in spaces.pinned if not p.reason.startswith(AT_THE_ENDS)}
@@ -226,6 +252,7 @@ class Row:
     """What is known of a model so far; None where a stage has failed, and then `failures` says why.
 
     error: of law 1, without numeric verification; verified: with it, where `error` is too large;
+    ratio: of law 2; loaded: error of law 7;
     seconds: of the analysis, without verification and with it; reasons: each reason with the axes
     that are pinned for it.
     """
@@ -242,6 +269,7 @@ class Row:
     error: float | None = None
     verified: float | None = None
     ratio: float | None = None
+    loaded: float | None = None
     seconds: tuple[float | None, float | None] = (None, None)
     reasons: dict[str, list[str]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -254,6 +282,10 @@ class Row:
     def repaired(self) -> bool:
         return self.exact or (self.verified is not None and self.verified < EXACT)
 
+    @property
+    def loads(self) -> bool:
+        return self.loaded is not None and self.loaded < EXACT
+
     def cells(self) -> tuple[str, ...]:
         def show(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
@@ -264,13 +296,15 @@ class Row:
             self.model, self.source, show(self.pixels, "d"), show(millions, ".1f"), spaces,
             show(self.features, "d"), show(self.pinned, "d"), show(self.unlike, "d"),
             show(self.error, ".0e"), show(self.verified, ".0e"), show(self.ratio, ".3f"),
+            show(self.loaded, ".0e"),
             *(show(s, ".1f") for s in self.seconds),
         )  # fmt: skip
 
 
 HEADER = (
     "model", "source", "pixels", "parameters (M)", "spaces (of blocks)", "features", "pinned axes",
-    "unlike axes", "law 1 error", "verified", "law 2 ratio", "analyze (s)", "with verify (s)",
+    "unlike axes", "law 1 error", "verified", "law 2 ratio", "law 7 error", "analyze (s)",
+    "with verify (s)",
 )  # fmt: skip
 
 
@@ -319,15 +353,28 @@ def stages(name: str, source: str) -> Iterator[Row]:
         yield row
     if "build" in row.failures or "analyze" in row.failures:
         return
+    for law in (_check_law_7, _check_law_2):  # the second one leaves it in float32
+        law(row, model, x)
+        yield row
+
+
+def _check_law_2(row: Row, model: nn.Module, x: Tensor) -> None:
     try:
         row.ratio = law_2(model.float(), x.float())
-    except Exception as error:
+    except Exception as error:  # a row, too
         row.failures["law 2"] = f"{type(error).__name__}: {error}"
-    yield row
+
+
+def _check_law_7(row: Row, model: nn.Module, x: Tensor) -> None:
+    try:
+        fresh = _create(row.model, row.source, row.pixels).to(x.dtype).eval()
+        row.loaded = law_7(model, fresh, x)
+    except Exception as error:  # a row, too
+        row.failures["law 7"] = f"{type(error).__name__}: {error}"
 
 
 def quick(name: str, source: str, small: float) -> Row:
-    """The row of a model in this process, without the numeric check; law 2 up to `small`
+    """The row of a model in this process, without the numeric check; laws 2 and 7 up to `small`
     parameters."""
     row = Row(name, source)
     try:
@@ -336,7 +383,8 @@ def quick(name: str, source: str, small: float) -> Row:
         spaces = _analyse(row, model, x)
         row.error = law_1(model, spaces, x)
         if row.parameters < small:
-            row.ratio = law_2(model.float(), x.float())
+            _check_law_7(row, model, x)
+            _check_law_2(row, model, x)
     except Exception as error:  # a row, too
         row.failures["analyze" if row.spaces is None else "laws"] = (
             f"{type(error).__name__}: {error}"
@@ -376,8 +424,9 @@ def _counts(rows: Sequence[Row]) -> Iterator[str]:
             f"- {source}: analysed {sum(r.spaces is not None for r in mine)} of {n}; exact "
             f"{sum(r.exact for r in mine)} of {n} (with verification "
             f"{sum(r.repaired for r in mine)}); law 2 ratio 1.0 in "
-            f"{sum(r.ratio == 1.0 for r in mine)} of {n}; no axis pinned but at the ends in "
-            f"{sum(r.pinned == 0 for r in mine)} of {n}"
+            f"{sum(r.ratio == 1.0 for r in mine)} of {n}; loaded into its class with an error "
+            f"below 1e-12 (law 7) {sum(r.loads for r in mine)} of {n}; no axis pinned but at the "
+            f"ends in {sum(r.pinned == 0 for r in mine)} of {n}"
         )
 
 
@@ -430,7 +479,9 @@ def report(rows: Sequence[Row]) -> str:
         "Pinned axes: parameter axes left fixed (in whole or in part) though they are not the "
         "network's input or output. Unlike axes: those where a feature resembles no other (input "
         "channels: one axis; positions; what is computed from positions alone). Law 2 ratio: "
-        "parameters of a full zip of two copies over those of one. Seconds: process time of "
+        "parameters of a full zip of two copies over those of one. Law 7 error: relative, in "
+        "float64, of a fresh instance into which the state of a full zip of two different models "
+        "was loaded (strictly), against the zip. Seconds: process time of "
         "`zipfx.analyze`.",
         evaluate.table(HEADER, [row.cells() for row in rows]),
     ]
@@ -462,7 +513,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one model")
     parser.add_argument("--quick", action="store_true", help="no numeric check, one process")
     parser.add_argument(
-        "--small", type=float, default=1e12, help="parameters up to which --quick looks at law 2"
+        "--small",
+        type=float,
+        default=1e12,
+        help="parameters up to which --quick looks at laws 2 and 7",
     )
     parser.add_argument(
         "--rows", type=Path, help="file for rows as JSON lines; models in it are not measured again"

@@ -48,6 +48,15 @@ def test_law_2(name: str) -> None:
     assert error(run(model, (x,)), run(merged, (x,))) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "name", ["resnet18", "squeezenet1_1", "mnasnet0_5", "mobilenet_v3_small", "googlenet", "swin_t"]
+)
+def test_law_7(name: str) -> None:
+    model, x = architectures.smallest(name, "torchvision")
+    fresh = architectures.build(name, pixels=x.shape[-1])
+    assert architectures.law_7(model, fresh, x) < EXACT
+
+
 # Few images leave many features dead behind their ReLU: only observing before it tells them apart.
 # Left out: features that hardly vary (EfficientNet's gates), and what takes long (ConvNeXt, VGG).
 LAW_3 = [

@@ -14,7 +14,7 @@ ORDER = """
     errors checks modes values naming precision plain disk container table statistics moments ridge
     matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched memory tensors hidden copies parametrized
+    tap draw spaces labels ledger shadow untouched memory tensors hidden graphs copies parametrized
     computed singular calls
     tracers
     example tidy flat trace standins layers
@@ -22,8 +22,8 @@ ORDER = """
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
     rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
     replay
-    correspond observe fuse pairing weigh heads rewrite stored recipe rebuild made numbering alike
-    assemble opaque unfold bake targets
+    correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made numbering
+    alike assemble opaque unfold bake targets
     refit repair report notes zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

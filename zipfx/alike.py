@@ -19,13 +19,14 @@ from torch import Tensor, fx, nn
 
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
+from zipfx.graphs import GraphModule, plain
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.numbering import Numbers, Use, number
 from zipfx.precision import inexact, widened
-from zipfx.rewrite import Tree, plant, plant_unused
 from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
 from zipfx.trace import EXPECTS, NOTES, SETS
+from zipfx.tree import Tree, plant, plant_unused
 from zipfx.untouched import untouched
 from zipfx.verify import Wide
 
@@ -238,13 +239,11 @@ def _adopted(
     trunk = Tree(first, lambda _, t: adopted.get(id(t), t.detach()))
     plant(trunk, nodes[: last + 1])
     if whole:
-        plant_unused(trunk, first)
+        plant_unused(trunk, first, whole=True)
         root, graph = trunk.root, copy.deepcopy(first.graph)
     else:
         root, graph = _with_head(nodes[: last + 1], trunk.root, own, theirs, left)
-    module = fx.GraphModule(root, graph, type(own).__name__)
-    for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-        module.__dict__[kind] = root.__dict__[kind]
+    module = GraphModule(root, graph, type(own).__name__)
     module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
     module.eval()
     module.graph.lint()
@@ -327,7 +326,7 @@ def _with_head(
     for i, node in enumerate(trunk_nodes):
         copies[i] = seen[node] = graph.node_copy(node, seen.__getitem__)
         if node.op in ("call_module", "get_attr"):
-            copies[i].target = f"{TRUNK}.{node.target}"
+            copies[i].target = f"{TRUNK}.{plain(str(node.target))}"
     given = {value: i for i, value in left.left.items() if trunk_nodes[i].op != "get_attr"}
     inputs = [n for n in trunk_nodes if n.op == "placeholder"]
     nodes = list(own.graph.nodes)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from zipfx.calls import in_order
 from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
+from zipfx.graphs import plain
 from zipfx.group import Grouping, group
 from zipfx.hidden import check_visible
 from zipfx.interpret import Facts, interpret, module_path
@@ -168,11 +169,11 @@ def _data_nodes(module: fx.GraphModule, facts: Facts) -> tuple[NodeInfo, ...]:
 
 def _label(module: fx.GraphModule, node: fx.Node) -> str:
     if node.op == "call_module":
-        return f"{type(module.get_submodule(str(node.target))).__name__} {node.target}"
+        return f"{type(module.get_submodule(str(node.target))).__name__} {plain(str(node.target))}"
     if node.op == "placeholder":
         return f"input {node.target}"
     if isinstance(node.target, str):  # a method, a buffer, the output
-        return node.target
+        return plain(node.target)
     name = str(getattr(node.target, "__name__", node.target))
     return name.removesuffix(".default")
 

@@ -13,14 +13,16 @@ from zipfx.analyze import Analysis, run_analysis
 from zipfx.correspond import counterparts, same_graph, tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import Move, fuse, fuse_variance, plan
+from zipfx.graphs import plain
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
 from zipfx.precision import inexact
-from zipfx.rewrite import MergedModule, Part, ValueOf, build, copy_head, copy_trunk, planted
+from zipfx.rewrite import MergedModule, Part, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
 from zipfx.tensors import constant_names, named_tensors
 from zipfx.trace import EXPECTS
+from zipfx.tree import ValueOf
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 
@@ -172,7 +174,7 @@ class Assembly:
         names: dict[str, str] = {}
         graphs = [list(a.module.graph.nodes)[: last + 1] for a in (self.analysis, other)]
         for x, y in zip(*graphs, strict=True):
-            names[str(x.target)] = str(y.target)
+            names[plain(str(x.target))] = plain(str(y.target))
         found = {}
         for space in self.analysis.spaces:
             axis = space.axes[0]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
-from zipfx.correspond import attribute, module_paths
+from zipfx.correspond import module_paths
+from zipfx.graphs import attribute
 from zipfx.memory import is_dense, span
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from zipfx.copies import structural_copy
+from zipfx.graphs import attribute, plain, reached
 from zipfx.parametrized import LIST, own_parametrizations
 
 Limit = Callable[[Tensor], Tensor]  # the nearest weight to one that is possible
@@ -214,7 +215,7 @@ def _holder(merged: nn.Module, one: Computed) -> nn.Module | None:
 
 def value_of(merged: nn.Module, one: Computed) -> Tensor:
     """The tensor of a merge."""
-    found: Tensor = getattr(merged.get_submodule(one.path), one.name)
+    found: Tensor = attribute(merged, one.full)
     return found
 
 
@@ -309,10 +310,12 @@ def attach(merged: fx.GraphModule, one: Computed, how: Any) -> None:
     Where the graph itself reads the tensor, it calls the parametrization, as torch.fx traces that.
     """
     module = merged.get_submodule(one.path)
-    readers = [n for n in merged.graph.nodes if n.op == "get_attr" and n.target == one.full]
+    readers = [
+        n for n in merged.graph.nodes if n.op == "get_attr" and plain(str(n.target)) == one.full
+    ]
     for node in readers:
-        node.op, node.target = "call_module", one.root
-    called = {str(n.target) for n in merged.graph.nodes if n.op == "call_module"}
+        node.op, node.target = "call_module", reached(one.root)
+    called = {plain(str(n.target)) for n in merged.graph.nodes if n.op == "call_module"}
     above = one.path.split(".")
     leaf = any(".".join(above[:i]) in called for i in range(1, len(above) + 1))
     if leaf or (not readers and module is not merged):

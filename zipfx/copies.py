@@ -11,6 +11,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
+from zipfx.graphs import Names
 from zipfx.memory import own_memory
 
 _HOOKS = (
@@ -102,7 +103,7 @@ def alias(module: nn.Module, others: Mapping[int, Tensor] | None = None) -> nn.M
     for key, t in (others or {}).items():
         learned = isinstance(memo[key], nn.Parameter)
         memo[key] = nn.Parameter(t, memo[key].requires_grad) if learned else t
-    twin = nn.Module()
+    twin = Names()
     for kind in ("_modules", "_parameters", "_buffers"):
         twin.__dict__[kind] = copy.deepcopy(module.__dict__[kind], memo)
     return twin

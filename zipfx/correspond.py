@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
+from zipfx.graphs import attribute, plain
 from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
@@ -49,9 +51,20 @@ def last_node(module: fx.GraphModule, partial: str | None) -> int:
     raise ZipError(f"partial={partial!r} {_not_a_cut(module, partial, known)}")
 
 
+def first_name(module: fx.GraphModule, path: str) -> str:
+    """The name by which the graph knows a module that may have several, or the path itself."""
+    known = {p for node in module.graph.nodes for p in module_paths(node)}
+    if not any(p == path or p.startswith(f"{path}.") for p in known):
+        every: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+        for name in (name for name, m in every.items() if m is every.get(path)):
+            if any(p == name or p.startswith(f"{name}.") for p in known):
+                return name
+    return path
+
+
 def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
     """Why a name is none of a module that runs, and which ones are near it."""
-    leaves = [str(n.target) for n in module.graph.nodes if n.op == "call_module"]
+    leaves = [plain(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
     around = [leaf for leaf in leaves if partial.startswith(f"{leaf}.")]
     if around:
         kind = type(module.get_submodule(around[-1])).__name__
@@ -180,12 +193,6 @@ def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
     return []
 
 
-def attribute(module: nn.Module, path: str) -> Any:
-    """The attribute at a dotted path."""
-    parent, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(parent), name)
-
-
 def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> dict[str, Any]:
     summary: dict[str, Any] = {"op": node.op}
     if node.op == "call_module":
@@ -293,8 +300,9 @@ def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) ->
     shapes = []
     for k, module in enumerate(modules):
         try:
-            with untouched(named_tensors(module).values()), as_caller():
-                result = module(*clone_tensors(inputs))
+            twin = alias(module).eval()  # what forward keeps in attributes stays there
+            with untouched([*twin.parameters(), *twin.buffers()]), as_caller():
+                result = fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(inputs))
         except Exception as error:
             raise ZipError(f"model {k} fails on the example inputs: {first_line(error)}") from error
         shapes.append([tuple(t.shape) for t in leaves(result) if isinstance(t, Tensor)])

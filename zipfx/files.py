@@ -22,7 +22,7 @@ from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
-from zipfx.made import MADE, as_made, check_as_made
+from zipfx.made import MADE, as_made, check_as_made, extra_texts
 from zipfx.modes import own_modes
 from zipfx.parametrized import how_computed
 from zipfx.plain import parsed, read, written
@@ -47,7 +47,7 @@ class Header:
     train mode; frozen: of the parameters without gradients; tied: further names of tensors -> the
     names that they are stored under; strides: of tensors that are not contiguous; complex: tensors
     that are stored as pairs of real numbers; computed: by name, of tensors that are
-    computed from others, how.
+    computed from others, how; extra: by path of a module with extra state, what tells it.
     """
 
     version: int
@@ -62,6 +62,7 @@ class Header:
     complex: tuple[str, ...]
     report: Report
     computed: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
 
 
 @own_modes()
@@ -78,8 +79,8 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
     Args:
         merged: the result of `zipfx.zip`, `zipfx.head` or `zipfx.load`, on any device; it may be
             fine-tuned, cast, frozen or moved. What `load` could not bring back is refused: layers
-            that were replaced or wrapped (pruning, LoRA, parametrizations), settings that were
-            changed, hooks, tensors that are no plain ones.
+            that were replaced or wrapped (pruning, LoRA, parametrizations), settings or extra state
+            that were changed, hooks, tensors that are no plain ones.
         path: of the file, by custom `*.safetensors`; what is there is overwritten.
 
     Raises:
@@ -127,6 +128,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
         complex=tuple(name for name, t in own.items() if t.is_complex()),
         report=replace(report, seconds={}, bytes={}),  # of one run: equal merges are equal files
         computed=how_computed(merged),
+        extra=extra_texts(merged),
     )
     flat = {name: stored(t) for name, t in own.items()}
     text = _text(header)
@@ -177,9 +179,9 @@ def load(
     """Read a merged module that `zipfx.save` wrote; nothing that is in the file is executed.
 
     The models are left unchanged. What a file does not hold comes from them: layers, with their
-    settings, and functions. Their weights do not matter. They are traced, and compared node by node
-    with what was saved; no data is needed, nothing is analysed, matched or repaired again. The file
-    is not used any more afterwards.
+    settings and extra state, and functions. Their weights do not matter. They are traced, and
+    compared node by node with what was saved; no data is needed, nothing is analysed, matched or
+    repaired again. The file is not used any more afterwards.
 
     Args:
         path: of the file.
@@ -254,6 +256,11 @@ def _loaded(
         raise ZipError(
             f"{name!r} is computed in another way in the models than in the file "
             f"({how}): {_AS_SAVED}"
+        )
+    for path, _ in extra_texts(merged).items() ^ header.extra.items():
+        raise ZipError(
+            f"the extra state (get_extra_state) of module {path!r} is not in the file, and in the "
+            "models it is not what it was in those that were saved: give models that have it"
         )
     found = named(merged)
     left = sorted(names - set(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -189,6 +190,8 @@ def as_text(value: Any, depth: int = _DEPTH) -> str:
     inner = functools.partial(as_text, depth=depth - 1)
     if isinstance(value, (Tensor, np.ndarray)):
         return _digest(value)
+    if isinstance(value, io.BytesIO):
+        return repr(value.getvalue())
     if isinstance(value, Mapping):
         items = ", ".join(f"{inner(k)}: {inner(v)}" for k, v in value.items())
         return f"{{{items}}}" if type(value) is dict else f"{type(value).__name__}({{{items}}})"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.copies import alias
 from zipfx.errors import ZipError
+from zipfx.graphs import plain
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
 from zipfx.memory import partners
@@ -329,7 +330,7 @@ class _Interpreter(fx.Interpreter):
 def describe(node: fx.Node) -> str:
     """A node as messages name it: its name, and the module path or function it calls."""
     target = (
-        node.target
+        plain(node.target)
         if isinstance(node.target, str)
         else getattr(node.target, "__name__", str(node.target))
     )

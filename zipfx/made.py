@@ -7,6 +7,7 @@ another one, a hook, a parametrization, a patched forward) would be lost, or wou
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -14,10 +15,13 @@ from torch import fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
+from zipfx.graphs import extra_state, has_extra_state
+from zipfx.hidden import as_text
 from zipfx.naming import name_of_callable
 from zipfx.recipe import Recipe, Step, patched, recipe_of
-from zipfx.rewrite import HEADS, own_tensors
+from zipfx.rewrite import HEADS
 from zipfx.stored import kind, named, tied
+from zipfx.tree import own_tensors
 
 #: meta key of a merged module: a `Made`
 MADE = "zipfx_made"
@@ -28,12 +32,13 @@ class Unit:
     """A module of a merge.
 
     kind: its class; patched: what it has in place of methods of its class, by name; tensors: what
-    they are like, by name.
+    they are like, by name; extra: state that it has besides, as text.
     """
 
     kind: str
     patched: dict[str, str]
     tensors: dict[str, str]
+    extra: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,19 @@ def _unit(module: nn.Module) -> Unit:
     tensors = {name: f"{kind(t)} {tuple(t.shape)}" for name, t in own_tensors(module).items()}
     if isinstance(module, fx.GraphModule):  # each has a class of its own
         cls = fx.GraphModule
-    return Unit(f"{cls.__module__}.{cls.__qualname__}", patched(module), tensors)
+    extra = extra_text(module) if has_extra_state(module) else None
+    return Unit(f"{cls.__module__}.{cls.__qualname__}", patched(module), tensors, extra)
+
+
+def extra_text(module: nn.Module) -> str:
+    """What tells the extra state of a module from another one."""
+    return hashlib.sha256(as_text(extra_state(module)).encode()).hexdigest()[:16]
+
+
+def extra_texts(model: nn.Module) -> dict[str, str]:
+    """By path of a module with extra state, `extra_text`."""
+    found = model.named_modules()
+    return {path: extra_text(module) for path, module in found if has_extra_state(module)}
 
 
 def _ties(merged: nn.Module) -> dict[str, str]:
@@ -150,6 +167,8 @@ def _of_step(was: Step, now: Step) -> str | None:
 def _of_unit(path: str, was: Unit, now: Unit) -> Iterator[str]:
     if was.kind != now.kind:
         yield f"module {path!r} was a {was.kind} and is a {now.kind}{_advice(now.kind)}"
+    if was.extra != now.extra:
+        yield f"the extra state (get_extra_state) of {_called(path)} was changed"
     for name in {**was.patched, **now.patched}:
         if was.patched.get(name) != now.patched.get(name):
             by = now.patched.get(name, "that of its class")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from torch import nn
 
 from zipfx.analyze import Analysis
-from zipfx.copies import hooked
+from zipfx.copies import hooked, structural_copy
+from zipfx.made import extra_texts
 from zipfx.pairing import comparable
 from zipfx.refit import Refitted
 from zipfx.spaces import Space
+from zipfx.table import summary
 from zipfx.tensors import is_batch_norm
 
 
@@ -88,3 +91,27 @@ def unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:
     return [f"running statistics not re-estimated (no BatchNorm module): {', '.join(left)}"] * (
         repair == "bn" and bool(left)
     )
+
+
+def unlike_extras(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """By path of a module: what is said of its extra state, where that is another in another model
+    and so can not be merged."""
+    first, *others = map(extra_texts, modules)
+    unlike = [p for p, text in first.items() if any(o.get(p, text) != text for o in others)]
+    return {
+        path: f"extra state (get_extra_state) of {f'module {path!r}' if path else 'the model'} "
+        "differs between the models: that of model 0 is kept"
+        for path in unlike
+    }
+
+
+def not_loadable(merged: nn.Module, model: nn.Module) -> list[str]:
+    """Whether the state of a full zip has other names than that of a model."""
+    wanted = set(merged.state_dict())
+    with suppress(Exception):  # the code of others
+        wanted = set(structural_copy(model).state_dict())
+    found = set(merged.state_dict())
+    unlike = {"lacks": wanted - found, "has": found - wanted}
+    told = [f"{what} {summary(sorted(names), 200)}" for what, names in unlike.items() if names]
+    note = f"its state_dict does not load strictly into a {type(model).__name__}: it "
+    return [note + " and ".join(told)] * bool(told)

@@ -16,7 +16,9 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
+from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
+from zipfx.graphs import GraphModule
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
@@ -163,7 +165,8 @@ def joint_graph(
     clone_inputs: the models write into their inputs, so each gets its own copy.
     """
     root = nn.Module()
-    root.models = nn.ModuleList(modules)
+    own = [alias(m).eval() for m in modules]  # what forwards keep in attributes stays there
+    root.models = nn.ModuleList(own)
     root.observers = nn.ModuleDict({n: o for group in observers.values() for n, o in group})
     root.taps = nn.ModuleDict()
     graph = fx.Graph()
@@ -178,30 +181,30 @@ def joint_graph(
         if node.op == "placeholder":
             shared = graph.node_copy(node)
             for k, mine in enumerate(seen):
-                own = graph.call_function(clone_tensors, (shared,)) if clone_inputs else shared
-                mine[nodes[k][i]] = own
+                given = graph.call_function(clone_tensors, (shared,)) if clone_inputs else shared
+                mine[nodes[k][i]] = given
             continue
         copies, heard = [], []
         addresses = {o.inner for _, o in observers.get(node.name, ()) if o.inner is not None}
         for k, mine in enumerate(seen):
-            own = nodes[k][i]
-            copy = graph.node_copy(own, mine.__getitem__)
+            node_k = nodes[k][i]
+            copy = graph.node_copy(node_k, mine.__getitem__)
             if node.op in ("call_module", "get_attr"):
-                copy.target = f"models.{k}.{own.target}"
+                copy.target = f"models.{k}.{node_k.target}"
             if addresses:
-                where = f"model {k}: {describe(own)}"
-                root.taps[f"{i}_{k}"] = Tap(modules[k], own.op, own.target, addresses, where)
+                where = f"model {k}: {describe(node_k)}"
+                root.taps[f"{i}_{k}"] = Tap(own[k], node_k.op, node_k.target, addresses, where)
                 copy.op, copy.target = "call_module", f"taps.{i}_{k}"
                 heard.append(graph.call_function(getitem, (copy, 1)))
                 copy = graph.call_function(getitem, (copy, 0))
-            mine[own] = copy
+            mine[node_k] = copy
             copies.append(copy)
         joint[node.name] = tuple(copies)
         for name, observer in observers.get(node.name, ()):
             read = joint[observer.node] if observer.inner is None else tuple(heard)
             graph.call_module(f"observers.{name}", read)
     graph.output(())
-    module = fx.GraphModule(root, graph, "Joint")
+    module = GraphModule(root, graph, "Joint")
     graph.lint()
     return module
 

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.correspond import attribute
+from zipfx.graphs import attribute
 from zipfx.replay import Noting
 from zipfx.tensors import clone_tensors, close, leaves
 

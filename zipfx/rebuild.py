@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.calls import EXPECTATIONS, expect_equal
-from zipfx.correspond import attribute
 from zipfx.errors import ZipError
+from zipfx.graphs import attribute, plain
 from zipfx.recipe import NAMED, OWN, Recipe, Step, reads_of
 from zipfx.rewrite import (
     BAKED,
@@ -26,10 +26,10 @@ from zipfx.rewrite import (
     SOURCE_KEY,
     MergedModule,
     Part,
-    ValueOf,
     build,
     planted,
 )
+from zipfx.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
 Take = Callable[[str, Tensor | None], Tensor]
@@ -159,7 +159,7 @@ def _copied(graph: fx.Graph, source: fx.Node, step: Step, made: Mapping[str, fx.
     args, kwargs = _with_reads((source.args, source.kwargs), step, made)
     target: Any = source.target
     if step.part is not None and source.op in NAMED:
-        target = f"{HEADS}.{step.part}.{target}"
+        target = f"{HEADS}.{step.part}.{plain(target)}"
     node = graph.create_node(source.op, target, args, kwargs, step.name, source.type)
     node.meta = {**source.meta, SOURCE_KEY: source.name}
     node.meta.pop(HEAD_KEY, None)

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.calls import EXPECTATIONS
-from zipfx.correspond import attribute
 from zipfx.errors import ZipError
+from zipfx.graphs import attribute, plain
 from zipfx.hidden import attributes
 from zipfx.naming import name_of_callable, without_addresses
 from zipfx.parametrized import is_computing, plain_class, tensor_of
@@ -140,6 +140,7 @@ def _step(merged: fx.GraphModule, node: fx.Node) -> Step:
 
 def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
     target = name_of(node.target)
+    target = plain(target) if node.op in NAMED else target
     if part is not None and node.op in NAMED:
         target = target.removeprefix(f"{HEADS}.{part}.")
     text = _text((node.args, node.kwargs))

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
-from zipfx.correspond import attribute
 from zipfx.errors import ZipError
+from zipfx.graphs import attribute
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.replay import Batch, Line, Room, evaluating, gathered

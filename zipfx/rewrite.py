@@ -7,20 +7,21 @@ The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from zipfx.calls import EXPECTATIONS, Expectation
-from zipfx.correspond import attribute, tensors_at
 from zipfx.errors import ZipError
+from zipfx.graphs import GraphModule, plain
 from zipfx.heads import HeadPlan
-from zipfx.memory import is_dense, partners, span
 from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
-from zipfx.tensors import clone_tensors, named_tensors
+from zipfx.tensors import clone_tensors
+from zipfx.tree import Tree, ValueOf, plant, plant_unused
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"
@@ -31,197 +32,19 @@ BAKED_KEY = "zipfx_baked"  # marks the nodes that read them
 INSERTED = (clone_tensors, torch.clone, torch.index_select, select, mix, *EXPECTATIONS)
 
 Part = int | None  # of a merge: a head, by its number, or the trunk
-ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
-
-_TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-class MergedModule(fx.GraphModule):
-    """A GraphModule whose module tree (containers, unused parameters) survives `copy.deepcopy`, and
-    whose report survives `torch.save`."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MergedModule:
-        twin = super().__deepcopy__(memo)
-        assert isinstance(twin, MergedModule)
-        for name in _TREE:
-            twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        for (_, old), (_, new) in zip(self.named_modules(), twin.named_modules(), strict=True):
-            new.training = old.training
-        type(twin).__name__ = type(self).__name__  # of a class that is this one's alone
-        return twin
-
-    def __reduce__(self) -> Any:
-        return _restored, (*super().__reduce__(), self.meta)
-
-
-def _restored(
-    make: Callable[..., fx.GraphModule], args: Any, meta: dict[str, Any]
-) -> fx.GraphModule:
-    """A GraphModule as fx makes it from its pickle, which does not bring its meta along."""
-    module = make(*args)
-    module.meta.update(meta)
-    return module
+class MergedModule(GraphModule):
+    """What `zip` makes of a model, with the module tree of that."""
 
 
 def build(root: nn.Module, graph: fx.Graph, name: str) -> MergedModule:
-    """A GraphModule that owns exactly the tree of `root`."""
+    """A graph module that owns exactly the tree of `root`."""
     for node in graph.nodes:  # annotations that were not evaluated mean nothing in other code
         node.type = None if isinstance(node.type, str) else node.type
     module = MergedModule(root, graph, name)
-    for kind in _TREE:
-        module.__dict__[kind] = root.__dict__[kind]
-    module.training = root.training
     graph.lint()
     return module
-
-
-class Tree:
-    """Collects modules, parameters and buffers of a source model under the same names.
-
-    value_of(name, tensor) gives the tensor to store for a qualified name of the source; tensors
-    that the source ties stay tied.
-    """
-
-    def __init__(
-        self,
-        source: nn.Module,
-        value_of: ValueOf,
-        root: nn.Module | None = None,
-    ) -> None:
-        self.source, self.value_of = source, value_of
-        self.root = nn.Module() if root is None else root
-        self._made: dict[int, Tensor] = {}
-        # tensors that share elements with others of the source, and what was made of them
-        named = named_tensors(source)
-        self._shared = {id(named[name]) for family in partners(named) for name in family}
-        self._partners: list[tuple[Tensor, Tensor]] = []
-
-    def _parent(self, path: str) -> nn.Module:
-        """The container at `path`, made along the way with the container type of the source."""
-        here, there = self.root, self.source
-        for part in path.split(".") if path else []:
-            there = there._modules[part]  # type: ignore[assignment]
-            if part not in here._modules:
-                here.add_module(part, _container(there))
-            here = here._modules[part]  # type: ignore[assignment]
-        return here
-
-    def leaf(self, path: str) -> None:
-        """Copy the module at `path`, with every tensor replaced by its new value."""
-        parent, _, name = path.rpartition(".")
-        holder = self._parent(parent)
-        if name in holder._modules:
-            return
-        source = self.source.get_submodule(path)
-        memo: dict[int, Any] = {}
-        for prefix, module in source.named_modules():
-            full = ".".join(p for p in (path, prefix) if p)
-            for key, t in own_tensors(module).items():
-                memo[id(t)] = self._new(f"{full}.{key}", t)
-        holder.add_module(name, copy.deepcopy(source, memo))
-
-    def tensor(self, path: str) -> None:
-        """Copy the parameter or buffer (or constant) at `path`."""
-        parent, _, name = path.rpartition(".")
-        holder, t = self._parent(parent), attribute(self.source, path)
-        if name in holder._parameters or name in holder._buffers:
-            return
-        if isinstance(t, nn.Parameter):
-            new = self._new(path, t)
-            assert isinstance(new, nn.Parameter)
-            holder.register_parameter(name, new)
-        elif isinstance(t, Tensor):
-            owner = self.source.get_submodule(parent)
-            lasting = name not in owner._non_persistent_buffers_set and name in owner._buffers
-            holder.register_buffer(name, self._new(path, t), persistent=lasting)
-        else:
-            setattr(holder, name, copy.deepcopy(t))
-
-    def _new(self, path: str, t: Tensor) -> Tensor:
-        if id(t) not in self._made:
-            value = self.value_of(path, t).to(t.device)
-            value = value.clone() if value.data_ptr() == t.data_ptr() else value
-            value = self._tied(t, value) if id(t) in self._shared else value
-            self._made[id(t)] = (
-                nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
-            )
-        return self._made[id(t)]
-
-    def _tied(self, t: Tensor, value: Tensor) -> Tensor:
-        """The value, on the memory of another tensor that has the same elements in the source."""
-        if not is_dense(t):
-            return value
-        for other, new in self._partners:
-            if span(t) == span(other):
-                seen = new.as_strided(t.shape, t.stride())
-                if torch.equal(seen, value):
-                    return seen
-        own = torch.empty_strided(t.shape, t.stride(), dtype=value.dtype, device=value.device)
-        self._partners.append((t, own.copy_(value)))
-        return own
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and other tensors that are attributes of a module itself."""
-    entries = (*module._parameters.items(), *module._buffers.items(), *vars(module).items())
-    return {name: t for name, t in entries if isinstance(t, Tensor)}
-
-
-class Sequential(nn.Sequential):
-    """A container whose forward is none of torch.jit.script's business.
-
-    The graph runs what is in it. What is in it need not run by itself: a container of a class that
-    was traced has no forward, and behind a cut some of its modules are elsewhere.
-    """
-
-    @torch.jit.unused
-    def forward(self, input: Any) -> Any:
-        """As in `nn.Sequential`."""
-        return super().forward(input)  # type: ignore[no-untyped-call]
-
-
-def _container(source: nn.Module) -> nn.Module:
-    kinds = {nn.Sequential: Sequential, nn.ModuleList: nn.ModuleList, nn.ModuleDict: nn.ModuleDict}
-    made = next((make() for kind, make in kinds.items() if isinstance(source, kind)), nn.Module())
-    made.training = source.training
-    return made
-
-
-def used_names(nodes: Sequence[fx.Node]) -> tuple[list[str], list[str]]:
-    """Targets of the leaf modules and of the attributes that the nodes use."""
-    leaves = dict.fromkeys(str(n.target) for n in nodes if n.op == "call_module")
-    tensors = dict.fromkeys(str(n.target) for n in nodes if n.op == "get_attr")
-    return list(leaves), list(tensors)
-
-
-def plant(tree: Tree, nodes: Sequence[fx.Node]) -> None:
-    """Bring all that the nodes use into the tree."""
-    leaves, tensors = used_names(nodes)
-    for path in leaves:
-        tree.leaf(path)
-    for path in tensors:
-        tree.tensor(path)
-
-
-def plant_unused(tree: Tree, source: fx.GraphModule) -> list[str]:
-    """Bring in the parameters that no node uses (auxiliary heads, say), so that none is lost."""
-    used = {id(t) for node in source.graph.nodes for t in tensors_at(source, node)}
-    kept = []
-    for path, module in source.named_modules():
-        own = {
-            k: t
-            for k, t in (*module._parameters.items(), *module._buffers.items())
-            if t is not None
-        }
-        idle = [k for k, t in own.items() if id(t) not in used]
-        standard = module.__module__.startswith("torch.nn") and not list(module.children())
-        if path and idle and len(idle) == len(own) and standard:
-            tree.leaf(path)
-        else:
-            for key in idle:
-                tree.tensor(f"{path}.{key}" if path else key)
-        kept += [f"{path}.{key}" if path else key for key in idle]
-    return kept
 
 
 def planted(
@@ -238,17 +61,18 @@ def planted(
     plant(tree, nodes[None])
     heads = [k for k in nodes if k is not None]
     if not heads:
-        return tree.root, {0: plant_unused(tree, modules[0])}
-    if HEADS in tree.root._modules:
+        return tree.root, {0: plant_unused(tree, modules[0], whole=True)}
+    tree.name_all(tree.source, tree.root)
+    if any(HEADS in names for names in vars(tree.root).values() if isinstance(names, dict)):
         raise ZipError(
-            f"the models have a module named {HEADS!r} before the cut, which is where zipfx puts "
+            f"the models have something named {HEADS!r} before the cut, which is where zipfx puts "
             "the heads of a partial zip; rename it, or zip the heads of it one by one"
         )
     homes = nn.ModuleList()
     tree.root.add_module(HEADS, homes)
     unused = {}
     for k in heads:
-        twig = Tree(modules[k], values[k], nn.Module())
+        twig = Tree(modules[k], values[k])
         homes.add_module(str(k), twig.root)
         plant(twig, nodes[k])
         unused[k] = plant_unused(twig, modules[k])
@@ -313,7 +137,7 @@ def copy_head(
         if j not in restored:
             node = value(j)
             for unmerge in plan.restored[j]:
-                name = f"unmerge_{len([n for n in home._buffers if n.startswith('unmerge_')])}"
+                name = next(n for i in itertools.count() if not hasattr(home, n := f"unmerge_{i}"))
                 home.register_buffer(name, unmerge.by)
                 by = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
                 one = len(unmerge.dims) == 1 and unmerge.by.ndim == 1
@@ -333,7 +157,7 @@ def copy_head(
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: source(at[n], i))  # noqa: B023
         made[i] = graph.create_node(
             node.op,
-            f"{HEADS}.{k}.{node.target}" if own_path else node.target,
+            f"{HEADS}.{k}.{plain(str(node.target))}" if own_path else node.target,
             args,
             kwargs,
             name=f"head{k}_{node.name.lstrip('_')}",
@@ -352,7 +176,7 @@ def homes(models: int, partial: str | None) -> dict[str, list[int]]:
 
 def copy_modes(merged: nn.Module, models: Sequence[nn.Module]) -> None:
     """Train or eval mode of every module as in the models."""
-    modes = {name: m.training for name, m in models[0].named_modules()}
+    modes = {name: m.training for name, m in models[0].named_modules(remove_duplicate=False)}
     for name, module in merged.named_modules():
         module.training = modes.get(name, models[0].training)
     for k, model in enumerate(models):

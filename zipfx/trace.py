@@ -28,6 +28,7 @@ from zipfx.copies import alias, structural_copy, views
 from zipfx.errors import ZipError, first_line
 from zipfx.example import ExampleTracer
 from zipfx.flat import packed
+from zipfx.graphs import HIDDEN, GraphModule, check_names, hidden_names, plain
 from zipfx.modes import as_caller
 from zipfx.parametrized import fold
 from zipfx.tap import decomposed
@@ -268,7 +269,7 @@ def _traced(
     constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
     sets = _put_back(root, attributes, constants)
-    module = fx.GraphModule(twin, graph, type(model).__name__)
+    module = GraphModule(twin, graph, type(model).__name__)
     module.meta[SETS] = sets
     module.meta[EXPECTS] = expects
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
@@ -324,11 +325,11 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool)
     assert isinstance(twin, fx.GraphModule)
     for node in twin.graph.nodes:
         if node.op == "call_module" and len(node.meta.get("nn_module_stack", ())) < 2:  # was lost
-            parts = str(node.target).split(".")
+            parts = plain(str(node.target)).split(".")
             paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
             stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
             node.meta["nn_module_stack"] = stack
-    module = fx.GraphModule(twin, packed(twin.graph, type(model).__name__), type(model).__name__)
+    module = GraphModule(twin, packed(twin.graph, type(model).__name__), type(model).__name__)
     module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
     module.meta[NOTES] = list(model.meta.get(NOTES, ()))
     module.meta[SETS] = []
@@ -337,18 +338,18 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool)
 
 
 def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
-    for kind in ("_modules", "_parameters", "_buffers"):  # with containers, and what is not used
-        module.__dict__[kind] = {**twin.__dict__[kind], **{
-            k: v for k, v in module.__dict__[kind].items() if k not in twin.__dict__[kind]
-        }}  # fmt: skip
     # constants are part of the code, not of the state
     module._non_persistent_buffers_set = twin._non_persistent_buffers_set | module.meta[CONSTANTS]
     module.eval()
+    check_names(module, module.graph)
     module.graph.lint()
     return module
 
 
 def _untraceable(root: nn.Module, error: Exception) -> str:
+    for name in hidden_names(root):
+        if name.rpartition(".")[2] in str(error):
+            return f"the model has {name!r}, {HIDDEN}"
     names = {id(m): name for name, m in root.named_modules()}
     place, path = "", ""
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.correspond import attribute, tensors_at
+from zipfx.correspond import tensors_at
+from zipfx.graphs import GraphModule, attribute, plain, tree_of
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.tensors import runs_as
@@ -49,7 +50,7 @@ _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "group
 
 def title(node: fx.Node) -> str:
     """What messages call the layer of a node."""
-    found: str = node.meta.get(TITLE_KEY, str(node.target))
+    found: str = node.meta.get(TITLE_KEY, plain(str(node.target)))
     return found
 
 
@@ -84,8 +85,8 @@ def with_graph(
 ) -> fx.GraphModule:
     """Another graph on the parts of a module, and on some of its own, by target."""
     used = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
-    parts = {t: made[t] if t in made else attribute(module, t) for t in used}
-    return fx.GraphModule(parts, graph, type(module).__name__)
+    parts = {plain(t): made[t] if t in made else attribute(module, t) for t in sorted(used)}
+    return GraphModule(tree_of(parts), graph, type(module).__name__)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class _Unfolding:
         return all(map(self._alone, tensors_at(self.module, node)))
 
     def _attention(self, node: fx.Node, leaf: Any) -> None:
-        path = str(node.target)
+        path = plain(str(node.target))
         given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs)
         read = {u: u.args[1] for u in node.users if u.target is getitem}
         outputs = [u for u, i in read.items() if i == 0]
@@ -215,7 +216,7 @@ class _Unfolding:
         made: list[fx.Node] = []
         with self.graph.inserting_before(node):
             for weight, bias in inner:
-                path = str(own[weight].target)
+                path = plain(str(own[weight].target))
                 x = self.graph.call_module(up_to, tuple(made), arguments)
                 self._name(x, node, f"before_{weight}")
                 layer = _linear(tensors[weight], None if bias is None else tensors[bias])

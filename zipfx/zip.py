@@ -30,6 +30,7 @@ from zipfx.correspond import (
     check_models,
     check_outputs,
     counterparts,
+    first_name,
     last_node,
     unpacked,
 )
@@ -38,7 +39,15 @@ from zipfx.made import MADE, as_made
 from zipfx.modes import own_modes
 from zipfx.naming import name_of_callable
 from zipfx.notes import blind as unobserved
-from zipfx.notes import few, hooks, unfitted, unrepaired, unrepaired_norms
+from zipfx.notes import (
+    few,
+    hooks,
+    not_loadable,
+    unfitted,
+    unlike_extras,
+    unrepaired,
+    unrepaired_norms,
+)
 from zipfx.observe import PLACES, combine, observe
 from zipfx.pairing import Matched, comparable, match_spaces, observed, unknown
 from zipfx.refit import Refit, Refitted, refit
@@ -90,8 +99,9 @@ def zip(
             turns; every model sees all of it). A batch is a tensor, a tuple or list whose first
             item is the input, or a dict of keyword arguments; anything else with `batch_to_args`.
             Labels are never read. None only with matcher="weights" or "identity".
-        partial: qualified name of the last module to be zipped; what runs later becomes one head
-            per model. None: everything is zipped, and the models' outputs are averaged.
+        partial: qualified name (any that it has) of the last module to be zipped; what runs later
+            becomes one head per model. None: everything is zipped, and the models' outputs are
+            averaged.
         matcher: "zip", "permute", "optimal", "kmeans", "weights" (no data needed), "identity"
             (weight averaging), "svd" (for study), an instance such as `Zip(alpha=0.1)`, or a
             function of your own (see `Matcher`).
@@ -181,11 +191,13 @@ def zip(
                 # on memory of their own
                 modules = [trace(m, tracer, away, inputs, by_name, folded=True) for m in models]
                 states = [state_of(m, inputs) for m in modules]
-            last = last_node(modules[0], partial)
+            cut = None if partial is None else first_name(modules[0], partial)
+            last = last_node(modules[0], cut)
+            extras = unlike_extras(modules)
         with stages.stage("correspond"):
             if partial is None:
                 check_outputs(modules, inputs)
-            alike = aligned(modules, last, inputs, partial)
+            alike = aligned(modules, last, inputs, cut)
             states = [
                 state if new is old else state_of(new, inputs)
                 for state, new, old in builtins.zip(states, alike.modules, modules, strict=True)
@@ -320,6 +332,8 @@ def zip(
             *([] if isinstance(merging, match.Identity) else unobserved(spaces, blind)),
             *notes,
             *unrepaired(analysis, merged, repair),
+            *(extras[path] for path, _ in merged.named_modules() if path in extras),
+            *([] if partial is not None else not_loadable(merged, models[0])),
         ),
     )
     merged.meta[MADE] = as_made(merged, len(models), partial is not None)
