@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -133,3 +134,78 @@ def test_what_only_a_head_uses_is_not_in_the_trunk() -> None:
     merged = merge([model, model], [(torch.randn(8, 4, 4),)], partial="c", matcher="identity")
     made = [node.name for node in merged.graph.nodes if "ones" in node.name]
     assert made == ["head0_ones_like", "head1_ones_like"]
+
+
+class Initial(nn.Module):
+    """Makes what operations want that take one dtype only: of the default dtype, with no word of
+    the weights' or the input's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a, self.h = how, nn.Linear(4, 8), nn.Linear(8, 3)
+        self.g = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x))
+        if self.how == "state":
+            y = self.g(y, torch.zeros(1, x.shape[0], 8))[0]
+        elif self.how == "eye":
+            y = y @ torch.eye(8)
+        elif self.how == "weight":
+            return F.linear(self.h(y), torch.full((2, 3), 0.5))
+        elif self.how == "einsum":
+            y = torch.einsum("btc,ts->bsc", y, torch.ones(4, 4).tril())
+        return self.h(y)
+
+
+@pytest.mark.parametrize("how", ["state", "eye", "weight", "einsum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_the_default_dtype(how: str, dtype: torch.dtype) -> None:
+    """The check of the analysis runs in float64, whatever forward makes."""
+    torch.manual_seed(0)
+    model, x = Initial(how).eval(), torch.randn(8, 4, 4)
+    with _default(dtype):
+        model, x = model.to(dtype), x.to(dtype)
+        spaces = zipfx.analyze(model, x)
+        assert len(spaces) >= (how != "eye")
+        twin = spaces.permuted(model, spaces.random_permutations(1))
+        merged = merge([model, twin], [(x,)] * 20, matcher="permute", repair="none")
+        assert error(run(model, [x]), run(merged, [x])) < 1e-5
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.library.custom_op("tests::single", mutates_args=())
+def single(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError("float32 only")
+    return x.relu()
+
+
+@single.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_does_not_run_in_float64() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.h(torch.sigmoid(self.a(x))) + single(x).sum()
+            return found
+
+    models = [Odd().eval(), Odd().eval()]
+    with pytest.raises(zipfx.ZipError, match=r"not run in float64: .*float32 only.*verify=False"):
+        zipfx.zip(models, [torch.randn(4, 4)], progress=False)
+    zipfx.zip(models, [torch.randn(4, 4)], verify=False, progress=False)

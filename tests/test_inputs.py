@@ -220,3 +220,43 @@ def test_what_depends_on_data_is_refused_by_name(forward: Any, node: str) -> Non
     says = rf"can not trace Forward at .*test_inputs\.py:\d+ \(.*\): Python needs the {node}, which"
     with pytest.raises(ZipError, match=says + " depends on the data of a tensor"):
         spaces_of(model, torch.randn(2, 3))
+
+
+class Optional(nn.Module):
+    """Takes a mask, or none, and whatever else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
+        if "scale" in others:
+            x = x * others["scale"]
+        return self.h(torch.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("repair", ["none", "bn", "affine", "refit"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_all_batches_give_the_same_arguments(repair: str, turned: bool) -> None:
+    """What only some have would be ignored on others, without a word."""
+    x, mask = torch.randn(8, 6), torch.ones(8)
+    batches: list[dict[str, Any]] = [{"x": x}, {"x": x, "mask": mask}]
+    models = [Optional().eval(), Optional().eval()]
+    with pytest.raises(zipfx.ZipError, match=r"some calibration batches hold 'mask' and others"):
+        zipfx.zip(models, batches[::-1] if turned else batches, repair=repair, progress=False)
+    # None is none, and labels are never read
+    more = [{"x": x, "mask": None, "labels": mask}, {"x": x}, {"x": x, "labels": mask}]
+    zipfx.zip(models, more, repair=repair, progress=False)
+
+
+def test_what_forward_takes_and_does_not_read_is_left_out() -> None:
+    x, scale = torch.randn(8, 6), torch.full((8, 1), 2.0)
+    models = [Optional().eval(), Optional().eval()]
+    batches = [{"x": x, "scale": scale, "junk": scale, "more": {"a": 1}}] * 2
+    merged: Any = zipfx.zip(models, batches, progress=False)
+    note = "batches hold 'junk', 'more', which forward takes and does not read: left out"
+    assert note in merged.meta["zipfx"].notes
+    assert [n.target for n in merged.graph.nodes if n.op == "placeholder"][-1] == "scale"
+    merged(x, scale=scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -92,6 +93,37 @@ def global_hook() -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def flushes() -> bool:
+    return not bool((torch.full((1,), torch.finfo(torch.float32).tiny) / 4).any())
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
@@ -108,6 +140,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "hook on all modules": global_hook,
     "cached parametrizations": torch.nn.utils.parametrize.cached,
     "anomaly detection": torch.autograd.detect_anomaly,
+    "parameters are swapped": swapping,
+    "small numbers are nothing": flushing,
+    "coarse products": coarse_products,
     "numpy raises": lambda: np.errstate(all="raise"),
     "saved tensors hooks": lambda: torch.autograd.graph.saved_tensors_hooks(str, str),
 }
@@ -137,6 +172,9 @@ def settings() -> tuple[Any, ...]:
         {k: list(v) for k, v in hooks.items() if isinstance(v, dict)},
         torch.nn.utils.parametrize._cache_enabled,
         np.geterr(),
+        torch.__future__.get_swap_module_params_on_conversion(),
+        torch.get_float32_matmul_precision(),
+        flushes(),
     )
 
 
@@ -263,3 +301,23 @@ def test_calls_may_be_nested() -> None:
         assert torch.ones(2).sum() == 2
     with Ignoring(), pytest.raises(RuntimeError, match="seen"):
         torch.ones(2)
+
+
+def test_threads_wait_for_each_other() -> None:
+    """Tracing replaces what is there for all threads."""
+    expected = zipfx.zip(pair(), images(), progress=False).state_dict()
+    pairs = [pair() for _ in range(4)]
+    before, found = torch.get_rng_state(), dict[int, Any]()
+
+    def merge(k: int) -> None:
+        found[k] = zipfx.zip(pairs[k], images(), progress=False).state_dict()
+
+    threads = [threading.Thread(target=merge, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for state in found.values():
+        assert all(torch.equal(t, expected[name]) for name, t in state.items())
+    assert torch.equal(before, torch.get_rng_state())

@@ -189,6 +189,14 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
     last = nodes[found.grouping.last].name if keep else None
     written = found.facts.written(len(nodes) - 1)
-    bad = failing_spaces(found.module, found.spaces, inputs, written, keep, last, seed)
+    try:
+        bad = failing_spaces(found.module, found.spaces, inputs, written, keep, last, seed)
+    except ZipError:
+        raise
+    except Exception as error:  # of code of others, which may want another dtype
+        raise ZipError(
+            "the analysis can not be checked numerically, since the model does not run in "
+            f"float64: {first_line(error)}. Pass verify=False to do without the check"
+        ) from error
     reason = "pinned by the numeric check: permuting it changed the function"
     return found.pin(bad, reason) if bad else found

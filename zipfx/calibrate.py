@@ -7,7 +7,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zipfx.calls import in_order, spelled, surplus
+from zipfx.calls import by_name, given, in_order, spelled, surplus
 from zipfx.checks import whole
 from zipfx.errors import ZipError
 from zipfx.modes import as_caller
@@ -35,6 +35,7 @@ class Calibration:
     max_samples: at most this many samples of each loader (None: all); no batch is asked for beyond.
     A batch whose tensors have no first dimension in common counts as one sample.
     dropped: entries of a batch that forward is not given.
+    forward: what the batches are for; given: the names of its arguments that the first one has.
     """
 
     loaders: tuple[Iterable[Any], ...]
@@ -42,6 +43,8 @@ class Calibration:
     max_samples: int | None = None
     device: torch.device | None = None
     dropped: frozenset[str] = frozenset()
+    forward: Callable[..., Any] | None = None
+    given: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
@@ -65,7 +68,7 @@ class Calibration:
                 if found is None:
                     del turns[source]
                     continue
-                arguments = found[0], {k: v for k, v in found[1].items() if k not in self.dropped}
+                arguments = self._read(*found)
                 size = batch_size(arguments)
                 if size == 0:
                     empty = True
@@ -78,6 +81,24 @@ class Calibration:
                     del turns[source]
                 yield source, map_tensors(self._move, arguments)
         self._check(seen, empty)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """What forward is given of a batch: the same arguments of each, since they decide the way
+        that it takes."""
+        left = {k: v for k, v in kwargs.items() if k not in self.dropped}
+        if self.forward is None:
+            return args, left
+        unknown, labels = by_name(self.forward, left)
+        left = {k: v for k, v in left.items() if k not in unknown | labels}
+        with suppress(TypeError):  # it does not fit, which is said where it is run
+            odd = given(self.forward, args, left) ^ self.given
+            if odd:
+                raise ZipError(
+                    f"some calibration batches hold {', '.join(map(repr, sorted(odd)))} and others "
+                    "do not, so that forward takes more than one way: give it in all of them, or "
+                    "in none"
+                )
+        return args, left
 
     def _check(self, seen: Mapping[int, float], empty: bool) -> None:
         missing = [source for source, samples in seen.items() if not samples]
@@ -278,8 +299,11 @@ def first_call(
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
         args, kwargs = first_samples(batch, samples)
         dropped, notes = surplus(model, args, kwargs)
-        data = replace(data, dropped=frozenset(dropped))
         batch = args, {k: v for k, v in kwargs.items() if k not in dropped}
+        data = replace(data, dropped=frozenset(dropped))
+        with suppress(TypeError):  # which is said below
+            has = frozenset(given(model.forward, *batch))
+            data = replace(data, forward=model.forward, given=has)
     if example is None:
         assert batch is not None
         return *example_arguments(model.forward, *batch), data, notes

@@ -102,23 +102,15 @@ def surplus(
     entries that are called labels, and those without which it gives the same outputs, only fewer.
     Else they would be needed wherever the merged model is called.
     """
-    parameters = inspect.signature(model.forward).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    named = {name: p for name, p in parameters.items() if p.kind not in _SEVERAL}
-    unknown = {name for name in kwargs if name not in named} if not open_ended else set()
-    spare = [
-        name
-        for name, value in kwargs.items()
-        if name not in unknown
-        and value is not None
-        and (named[name].default is None if name in named else open_ended)
-    ]
-    labels = {name for name in spare if _LABELS.search(name)}
+    unknown, labels = by_name(model.forward, kwargs)
     rest = {k: v for k, v in kwargs.items() if k not in unknown | labels}
-    for name in spare:
-        if name not in labels and _adds_outputs(model, args, rest, name):
+    parameters = inspect.signature(model.forward).parameters
+    for name in [k for k, v in rest.items() if v is not None]:
+        spare = parameters[name].default is None if name in parameters else True
+        if spare and _adds_outputs(model, args, rest, name):
             labels.add(name)
             del rest[name]
+    idle = {k for k in rest if k not in parameters and not _reads(model, args, rest, k)}
     notes = []
     if unknown:
         notes.append(f"forward takes no {_list(unknown)}, which batches hold: left out")
@@ -127,7 +119,82 @@ def surplus(
             f"batches hold {_list(labels)}, without which forward gives its outputs as well (they "
             "are for a loss): left out, so that the merged model is called without"
         )
-    return unknown | labels, notes
+    if idle:
+        notes.append(f"batches hold {_list(idle)}, which forward takes and does not read: left out")
+    return unknown | labels | idle, notes
+
+
+def by_name(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Which entries of a batch forward does not take, and which it can do without and are called
+    labels."""
+    parameters = inspect.signature(forward).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = {name: p for name, p in parameters.items() if p.kind not in _SEVERAL}
+    unknown = {name for name in kwargs if name not in named} if not open_ended else set()
+    spare = (
+        name
+        for name, value in kwargs.items()
+        if name not in unknown
+        and value is not None
+        and (named[name].default is None if name in named else open_ended)
+    )
+    return unknown, {name for name in spare if _LABELS.search(name)}
+
+
+def given(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments that forward is given, but for those that are None.
+
+    Raises:
+        TypeError: they are not its arguments.
+
+    >>> sorted(given(lambda x, mask=None, **more: None, [1], {"mask": None, "n": 2}))
+    ['n', 'x']
+    """
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        several = inspect.signature(forward).parameters[name].kind
+        if several is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif several is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}_{i}": v for i, v in enumerate(value)}
+        else:
+            found[name] = value
+    return {name for name, value in found.items() if value is not None}
+
+
+class _Unread:
+    """In the place of a value that nobody looks at."""
+
+
+def _reads(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> bool:
+    """Whether forward does anything with an argument, on this batch."""
+    with_it, without = (
+        _tried(model, args, given) for given in (kwargs, {**kwargs, name: _Unread()})
+    )
+    if with_it is None or without is None:
+        return True
+    (structure, ours), (other, theirs) = with_it, without
+    return structure != other or not all(map(torch.equal, ours, theirs))
+
+
+def _tried(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Tensor]] | None:
+    """The structure and the tensors that forward gives; None: it fails."""
+    home = next((t.device for t in model.parameters()), None)
+    twin = structural_copy(model)
+    own = copy.deepcopy(twin, views(twin))
+    mine = map_tensors(lambda t: t.to(home, copy=True), (tuple(args), dict(kwargs)))
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), untouched([*twin.parameters(), *twin.buffers()]), as_caller():
+            result = own(*mine[0], **mine[1])
+    except Exception:  # whatever it can not do without, or not with
+        return None
+    finally:
+        torch.set_rng_state(state)
+    return tree_structure(result), [t for t in leaves(result) if isinstance(t, Tensor)]
 
 
 def _list(names: Collection[str]) -> str:
@@ -138,21 +205,12 @@ def _adds_outputs(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> bool:
     """Whether forward gives more tensors with an argument than without, on this batch."""
-    found = []
-    home = next((t.device for t in model.parameters()), None)
-    for given in (kwargs, {k: v for k, v in kwargs.items() if k != name}):
-        twin = structural_copy(model)
-        own = copy.deepcopy(twin, views(twin))
-        mine = map_tensors(lambda t: t.to(home, copy=True), (tuple(args), dict(given)))
-        try:
-            with torch.no_grad(), untouched([*twin.parameters(), *twin.buffers()]), as_caller():
-                result = own(*mine[0], **mine[1])
-        except Exception:  # it can not do without, or not with: nothing is known
-            return False
-        tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
-        found.append((tree_structure(result), [t.shape for t in tensors]))
-    (with_it, more), (without, fewer) = found
-    return with_it != without and len(more) > len(fewer) and _subsequence(fewer, more)
+    without = {k: v for k, v in kwargs.items() if k != name}
+    more, fewer = _tried(model, args, kwargs), _tried(model, args, without)
+    if more is None or fewer is None:  # nothing is known
+        return False
+    shapes, left = ([t.shape for t in tensors] for _, tensors in (more, fewer))
+    return more[0] != fewer[0] and len(shapes) > len(left) and _subsequence(left, shapes)
 
 
 def _subsequence(few: Sequence[Any], many: Sequence[Any]) -> bool:

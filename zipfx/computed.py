@@ -22,6 +22,7 @@ from zipfx.parametrized import LIST, own_parametrizations
 Limit = Callable[[Tensor], Tensor]  # the nearest weight to one that is possible
 
 _SAME = 4  # times the rounding of a dtype
+_ROUNDED = 1000  # times that: what solving for values may add to it
 _BACK = 1e-3, 8  # relative, and times the rounding: what a way back misses at most
 _SETTLE, _STILL = 300, 1e-8  # state is brought up to date as often at most, until it moves by less
 
@@ -58,12 +59,6 @@ class Computed:
         """What computes the tensor, once more, in eval mode."""
         own = structural_copy(self.how[0], share_parameters=False)
         return own if like is None else own.to(like.device)
-
-    @cached_property
-    def _most(self) -> float:
-        """The largest spectral norm that the tensor has in a model."""
-        found = [how().detach() for how in map(structural_copy, self.how)]
-        return max(_norm(t.flatten(1)) if t.ndim > 1 else 1.0 for t in found)
 
     @cached_property
     def inverts(self) -> bool:
@@ -136,7 +131,11 @@ class Computed:
         rows = step._reshape_weight_to_matrix(value).double()
         u, sizes, vh = torch.linalg.svd(rows, full_matrices=False)
         left, right, norm = u[:, 0], vh[0], float(sizes[0])
-        if 1 < norm <= self._most * (1 + 1e-6) and len(sizes) > 1:
+        given = [
+            step._reshape_weight_to_matrix(how().detach()) for how in map(structural_copy, self.how)
+        ]
+        most = max(map(_norm, given))
+        if 1 < norm <= most * (1 + 1e-6) and len(sizes) > 1:
             # u^T W v = cos * norm = 1
             left = left / norm + u[:, 1] * (1 - 1 / norm**2) ** 0.5
         step._u.copy_(left)
@@ -234,7 +233,7 @@ def constrained(
         near = one.nearest(value.detach())
         apart = float((near - value).norm() / value.norm().clamp(min=torch.finfo().tiny))
         gives = one.written(value.detach()) is not None
-        if not gives or (one.of_head and apart > _missed(value.dtype)):
+        if not gives or (one.of_head and apart > _ROUNDED * torch.finfo(value.dtype).eps):
             plain.append(full)
             del kept[full]
             continue

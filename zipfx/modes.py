@@ -3,12 +3,14 @@
 A merge must not depend on where it is called from. Public functions run with gradients and
 inference mode as they need them, without autocast, without the modes that see every call
 (`TorchFunctionMode`, `TorchDispatchMode`), without hooks on all modules, with float32 and the CPU
-as defaults. What belongs to the caller - models, loaders - runs with the caller's default dtype and
-device.  All is as before when they return.
+as defaults, products of float32 in full precision, and one thread at a time. What belongs to the
+caller - models, loaders - runs with the caller's default dtype and device.  All is as before when
+they return.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -35,6 +37,8 @@ class _Defaults:
     device: torch.device | None = None
 
 
+#: what is set here, and what tracing replaces, is set for all threads
+_one_at_a_time = threading.RLock()
 _caller: ContextVar[_Defaults | None] = ContextVar("zipfx_caller", default=None)
 
 
@@ -57,6 +61,12 @@ def own_modes() -> Iterator[None]:
             "zipfx was called inside a transform of torch.func (grad, vmap, ...), where tensors "
             "stand for others: call it outside, and transform what comes out"
         )
+    with _one_at_a_time, _entered():
+        yield
+
+
+@contextmanager
+def _entered() -> Iterator[None]:
     device = torch.get_default_device()
     theirs = _Defaults(torch.get_default_dtype(), None if device.type == "cpu" else device)
     token = _caller.set(theirs)
@@ -69,6 +79,9 @@ def own_modes() -> Iterator[None]:
                 _without_autocast(),
                 _without_hooks(),
                 _without_cache(),
+                _without_swapping(),
+                _with_small_numbers(),
+                _full_precision(),
                 np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
                 _defaults(_Defaults()),
             ):
@@ -161,3 +174,39 @@ def _without_cache() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled = before
+
+
+@contextmanager
+def _without_swapping() -> Iterator[None]:
+    """Of a module that moves, parameters are set anew: copies share them."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of float32 matrices are of that precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _with_small_numbers() -> Iterator[None]:
+    """Numbers below the normal ones are what they are, and not taken for zero."""
+    smallest = torch.full((1,), torch.finfo(torch.float64).tiny, dtype=torch.float64)
+    flushed = not bool((smallest / 4).any())
+    if flushed:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushed:
+            torch.set_flush_denormal(True)

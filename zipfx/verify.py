@@ -90,7 +90,13 @@ class Wide(TorchDispatchMode):
                 kwargs["dtype"] = self.dtype
             elif dtype.is_complex:
                 kwargs["dtype"] = self.dtype.to_complex()
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        made = isinstance(result, Tensor) and not any(
+            isinstance(a, Tensor) for a in leaves((args, kwargs))
+        )
+        if made and self.dtype is not None and result.is_floating_point():
+            return result.to(self.dtype)  # of the default dtype, as nothing else was asked for
+        return result
 
 
 class _State:
