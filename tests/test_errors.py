@@ -396,3 +396,62 @@ def test_a_loader_of_every_model_is_seen_by_all_models() -> None:
     one = zipfx.zip(models, loaders, repair="none", progress=False, matcher="permute")
     two = zipfx.zip(twins, copy.deepcopy(loaders), repair="none", progress=False, matcher="permute")
     assert error(run(one, (batch(9),)), run(two, (batch(9),))) < 1e-10
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": float("nan")}, r"device=nan is none"),
+        ({"device": [1]}, r"device=\[1\] is none"),
+        ({"verify": "no"}, r"verify is 'no': it must be True or False"),
+        ({"progress": torch.ones(2)}, r"progress is tensor.*True or False"),
+        (
+            {"matcher": failing},
+            r"the matcher fails for space 'fc1' \(6 .*no such thing",
+        ),
+        ({"batch_to_args": failing}, r"batch_to_args fails on a batch, a Tensor: .*no such thing"),
+    ],
+)
+def test_options_of_the_wrong_kind(options: dict[str, Any], says: str) -> None:
+    refuse([mlp(), mlp(seed=1)], [batch()], says, **options)
+
+
+@pytest.mark.parametrize("odd", [None, 3, "abc", [], torch.ones(2), nn.Linear])
+def test_what_is_no_module(odd: Any) -> None:
+    spaces = zipfx.analyze(mlp(), batch())
+    for call in (
+        lambda: zipfx.analyze(odd, batch()),
+        lambda: spaces.permuted(odd, spaces.random_permutations(0)),
+        lambda: zipfx.zip([mlp(), odd], [batch()]),
+    ):
+        with pytest.raises(ZipError, match=r"is a \w+, not a torch.nn.Module"):
+            call()
+    with pytest.raises(ZipError, match=r"and no result of zipfx.zip"):
+        zipfx.head(odd, 0)
+
+
+@pytest.mark.parametrize("order", [None, 3, [0, 1], torch.arange(6.0), torch.tensor(3)])
+def test_orders_of_the_wrong_kind(order: Any) -> None:
+    model = mlp()
+    spaces = zipfx.analyze(model, batch())
+    with pytest.raises(ZipError, match=r"must be a tensor \(6,\) of int64"):
+        spaces.permuted(model, {"fc1": order})
+    with pytest.raises(ZipError, match=r"permutations are a list: give a dict"):
+        spaces.permuted(model, [order])  # type: ignore[arg-type]
+
+
+def test_data_without_values() -> None:
+    refuse([mlp(), mlp(seed=1)], [batch().to("meta")], r"on the device .meta., where it holds no")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_features() -> None:
+    """There is nothing to solve for."""
+    for widths in ((0, 3), (6, 0)):
+        models = [mlp(*widths), mlp(*widths, seed=1)]
+        merged = merge(models, [(batch(),)], repair="refit")
+        assert run(merged, [batch()])[0].shape == (16, widths[1])

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from zipfx.calls import in_order
-from zipfx.checks import whole
+from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
 from zipfx.graphs import plain
 from zipfx.group import Grouping, group
@@ -108,6 +108,7 @@ def analyze(
     [('0', 8)]
     """
     check_visible(model, "the model")
+    verify = flag("verify", verify)
     seed = whole("seed", seed) % 2**64
     named = isinstance(example_inputs, Mapping)
     args, kwargs = ((), example_inputs) if named else (as_inputs(example_inputs), {})

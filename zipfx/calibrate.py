@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zipfx.calls import by_name, given, in_order, spelled, surplus
 from zipfx.checks import whole
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.modes import as_caller
 from zipfx.tensors import leaves, map_tensors
 
@@ -111,11 +111,18 @@ class Calibration:
             raise ZipError("the calibration data holds no sample: all its batches are empty")
 
     def _move(self, t: Tensor) -> Tensor:
+        if t.is_meta:
+            raise ZipError('a calibration batch is on the device "meta", where it holds no values')
         return t if self.device is None else t.to(self.device)
 
     def _arguments(self, batch: Any) -> Arguments:
         if self.batch_to_args is not None:
-            batch = self.batch_to_args(batch)
+            try:
+                batch = self.batch_to_args(batch)
+            except Exception as error:
+                raise ZipError(
+                    f"batch_to_args fails on a batch, a {type(batch).__name__}: {first_line(error)}"
+                ) from error
             if isinstance(batch, Mapping):
                 return (), dict(batch)
             return (batch if isinstance(batch, tuple) else (batch,)), {}
@@ -155,7 +162,13 @@ def first_samples(arguments: Any, n: int) -> Any:
     """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
     if batch_size(arguments) is None:
         return arguments
-    return map_tensors(lambda t: t[:n] if t.ndim else t, arguments)
+
+    def cut(t: Tensor) -> Tensor:
+        if not t.ndim:
+            return t
+        return t[:n] if t.layout == torch.strided else t.index_select(0, torch.arange(n))
+
+    return map_tensors(cut, arguments)
 
 
 class _Kept:

@@ -1,10 +1,12 @@
-"""Checks: numbers that callers give."""
+"""Checks: what callers give."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from typing import Any
+
+from torch import nn
 
 from zipfx.errors import ZipError
 
@@ -26,6 +28,36 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
         bound = "" if least is None else f", at least {least}"
         raise ZipError(f"{name} is {value!r}: it must be a whole number{bound}")
     return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False.
+
+    Raises:
+        ZipError: it is neither.
+
+    >>> flag("verify", "no")
+    Traceback (most recent call last):
+    zipfx.errors.ZipError: verify is 'no': it must be True or False
+    """
+    if type(value).__name__ not in ("bool", "bool_"):  # that of numpy, too
+        raise ZipError(f"{name} is {value!r}: it must be True or False")
+    return bool(value)
+
+
+def module(name: str, value: Any) -> nn.Module:
+    """A module.
+
+    Raises:
+        ZipError: it is none.
+
+    >>> module("the model", 1)
+    Traceback (most recent call last):
+    zipfx.errors.ZipError: the model is a int, not a torch.nn.Module
+    """
+    if not isinstance(value, nn.Module):
+        raise ZipError(f"{name} is a {type(value).__name__}, not a torch.nn.Module")
+    return value
 
 
 def real(name: str, value: Any, least: float = -math.inf) -> float:

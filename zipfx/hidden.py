@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from zipfx.checks import module as as_module
 from zipfx.errors import ZipError
 from zipfx.tensors import named_tensors
 
@@ -47,7 +48,7 @@ def check_visible(model: nn.Module, what: str, *, on_meta: bool = False) -> None
     Traceback (most recent call last):
     zipfx.errors.ZipError: the model: '0.weight' is not initialised yet (a lazy layer): run ...
     """
-    _check_wrapper(model, what)
+    _check_wrapper(as_module(what, model), what)
     known = {id(t) for t in named_tensors(model).values()}
     for path, module in model.named_modules():
         here = f"{what}: module {path!r} ({type(module).__name__})" if path else what

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from zipfx.errors import ZipError
+from zipfx.errors import ZipError, first_line
 from zipfx.fuse import axis_map
 from zipfx.labels import Ints
 from zipfx.match import Identity, Matcher, Permute
@@ -160,6 +160,10 @@ def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) ->
         found = matcher(statistics, size, across_only=space.tied or space.of_blocks)
     except ZipError as error:
         raise ZipError(f"space {space.name!r} ({size} features): {error}") from error
+    except Exception as error:  # of a matcher of the caller's
+        raise ZipError(
+            f"the matcher fails for space {space.name!r} ({size} features): {first_line(error)}"
+        ) from error
     if not isinstance(found, Matching | Linear):
         raise ZipError(
             f"the matcher gave a {type(found).__name__} for space {space.name!r}: it must return a "

@@ -199,6 +199,8 @@ def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     Raises:
         ZipError: there is no such head.
     """
+    if not isinstance(merged, fx.GraphModule):
+        raise ZipError(f"merged is a {type(merged).__name__}, and no result of zipfx.zip")
     heads = merged._modules.get(HEADS)
     count = 0 if heads is None else len(list(heads.children()))
     if not isinstance(k, int) or not 0 <= k < count:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zipfx.checks import whole
+from zipfx.checks import module, whole
 from zipfx.errors import UnknownNameError, ZipError
 from zipfx.modes import own_modes
 from zipfx.table import summary, table
@@ -219,7 +219,12 @@ class SpaceMap(ByValue):
             ZipError: there is no such space, an order is no permutation of its features (or leads
                 out of their blocks), or the model is not like the one that was analysed.
         """
-        twin = copy.deepcopy(model)
+        if not isinstance(permutations, Mapping):
+            raise ZipError(
+                f"permutations are a {type(permutations).__name__}: give a dict of an order for "
+                "each space, such as spaces.random_permutations(0)"
+            )
+        twin = copy.deepcopy(module("the model", model))
         tensors: dict[str, Tensor] = dict(twin.named_parameters(remove_duplicate=False))
         tensors.update(twin.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -310,7 +315,12 @@ def moved(t: Tensor, moves: Moves) -> Tensor:
     return t
 
 
-def _check_order(space: Space, order: Tensor) -> None:
+def _check_order(space: Space, order: object) -> None:
+    if not isinstance(order, Tensor) or order.ndim != 1 or order.dtype != torch.int64:
+        raise ZipError(
+            f"the order of space {space.name!r} is a {type(order).__name__}: it must be a tensor "
+            f"({space.size},) of int64"
+        )
     if sorted(order.tolist()) != list(range(space.size)):
         raise ZipError(
             f"space {space.name!r} has {space.size} features; the permutation given for it is no "

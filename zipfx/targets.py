@@ -182,6 +182,7 @@ class _Planner:
         head = node.meta.get(HEAD_KEY)
         if (
             layer is None
+            or not layer.weight().numel()
             or not layer.takes(self.shapes[node])
             or (head is not None and self._origin(node) in self.idle[head])
             or self._origin(node) in self.chosen[head]

@@ -22,7 +22,7 @@ from zipfx.calibrate import (
     fixed_randomness,
     guessed_input,
 )
-from zipfx.checks import whole
+from zipfx.checks import flag, whole
 from zipfx.computed import computed, constrained, limits, put_back
 from zipfx.correspond import (
     check_constants,
@@ -156,6 +156,7 @@ def zip(
     if not isinstance(places, str) or places not in PLACES:
         raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
     check_models(models)
+    verify, progress = flag("verify", verify), flag("progress", progress)
     if partial is not None and not isinstance(partial, str):
         raise ZipError(f"partial is {partial!r}; give the qualified name of a module, or None")
     by_data = not isinstance(merging, match.Identity | match.Weights)
@@ -168,7 +169,7 @@ def zip(
     home = _device(models[0])
     try:
         away = home if device is None else torch.empty(0, device=device).device
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ZipError(f"device={device!r} is none: {first_line(error)}") from error
     stages, seed = Stages(away), whole("seed", seed) % 2**64
     with fixed_randomness(seed), torch.no_grad():
