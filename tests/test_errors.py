@@ -454,4 +454,4 @@ def test_layers_without_features() -> None:
     for widths in ((0, 3), (6, 0)):
         models = [mlp(*widths), mlp(*widths, seed=1)]
         merged = merge(models, [(batch(),)], repair="refit")
-        assert run(merged, [batch()])[0].shape == (16, widths[1])
+        assert run(merged, [batch()]).shape == (16, widths[1])
