@@ -98,3 +98,18 @@ def test_other_containers() -> None:
     models = [exported(0, Named), exported(1, Named)]
     with pytest.raises(zipfx.ZipError, match=r"the output of GraphModule holds a Pair, which no"):
         zipfx.zip(models, [inputs(0)], progress=False)
+
+
+def test_of_one_size() -> None:
+    """They are analysed on a whole batch, since they take no other."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+        models.append(torch.export.export(net, (torch.zeros(16, 4),)).module())
+    data = [torch.randn(16, 4) for _ in range(3)]
+    merged: Any = zipfx.zip(models, data, progress=False)
+    assert merged(data[0]).shape == (16, 3)
+    assert len(merged.meta["zipfx"].refits) == 2
+    with pytest.raises(zipfx.ZipError, match=r"Guard failed: .*== 16"):
+        zipfx.zip(models, [*data, torch.randn(8, 4)], progress=False)

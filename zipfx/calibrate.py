@@ -310,7 +310,9 @@ def first_call(
         batch = next(iter(data), None)
         if batch is None:
             raise ZipError("the calibration data is empty: calib_loader gave no batch")
-        args, kwargs = first_samples(batch, samples)
+        # a graph that torch.export wrote may be for one size of batches
+        whole_batch = "_guards_fn" in model._modules
+        args, kwargs = batch if whole_batch else first_samples(batch, samples)
         dropped, notes = surplus(model, args, kwargs)
         batch = args, {k: v for k, v in kwargs.items() if k not in dropped}
         data = replace(data, dropped=frozenset(dropped))
