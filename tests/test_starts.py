@@ -113,6 +113,38 @@ def test_the_first_batch_has_sequences_of_one_step(name: str, partial: str | Non
         assert heads_error(merged, [model(long)] * 2, (long,)) < EXACT
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize("name", ["rnn", "gru", "two ways"])
+def test_an_exported_model_calls_functions(name: str) -> None:
+    model, short = LAYERS[name](), one_step(name, 8)
+    exported = torch.export.export(model, (short,)).module()
+    assert axes(zipfx.analyze(exported, short)) == axes(zipfx.analyze(model, short))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g, self.o = nn.Linear(4, 8), nn.RNNCell(8, N), nn.Linear(N, 3)
+        self.double().eval()
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        for t in range(x.shape[1]):
+            h = self.g(torch.relu(self.a(x[:, t])), h)
+        return self.o(h)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_start_that_is_an_input() -> None:
+    """Its features are as they come, and so are those of the states after it."""
+    model = TwoInputs()
+    short, long = data(1, 4, batch=8), data(5, 4, seed=1, batch=8)
+    for start in (data(N, batch=8), torch.zeros(8, N).double()):
+        spaces = zipfx.analyze(model, (short, start))
+        twin = spaces.permuted(model, spaces.random_permutations(1))
+        assert error(model(long, start), twin(long, start)) < EXACT
+        assert [s.size for s in spaces] == [8]
+
+
 # ------------------------------------------------------------------ cells
 def cell(kind: Any) -> Net:
     def forward(s: Any, x: Tensor) -> Tensor:

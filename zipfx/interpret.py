@@ -292,8 +292,9 @@ class _Interpreter(fx.Interpreter):
         # only here: label arithmetic is no part of it
         with decomposed(leaf), mode, self.guard, as_caller():
             value = super().run_node(n)
-            if leaf is not None and (more := further(leaf, *args, value, mode.of)):
-                leaf(*more)
+            call: Any = leaf or n.target
+            if more := further(call, *args, value, mode.of):
+                call(*more)
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
             for t in tensors:

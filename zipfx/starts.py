@@ -8,7 +8,7 @@ a second step: what such a weight makes is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Ints, Kind, Labels, support
 from zipfx.ledger import Contraction, Ledger
@@ -25,37 +26,44 @@ from zipfx.tap import meetings
 _REASON = "a weight that makes it meets only zeros on the example inputs, as a state begins with"
 _LAYERS = {cls.forward for cls in (nn.RNN, nn.LSTM, nn.GRU)}
 _CELLS = {cls.forward for cls in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)}
+_FUNCTIONS = {  # as exported models have them
+    getattr(torch.ops.aten, name).input for name in ("rnn_tanh", "rnn_relu", "gru", "lstm")
+}
 _PRODUCTS = {torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor}
 _JOINS = {torch.ops.aten.cat.default}
 
 Of = Callable[[Tensor], Labels]
 
 
-def further(leaf: nn.Module, args: Any, kwargs: Any, result: Any, of: Of) -> Any:
+def further(leaf: Any, args: Any, kwargs: Any, result: Any, of: Of) -> Any:
     """The arguments with which a recurrent layer goes on from the state in which it has ended: the
     same step again. None where it has gone on by itself, or is no such layer.
 
-    A cell that was handed a state of data may be anything, such as a gate between two values.
+    A cell that was handed features for its state may be anything, as a gate between two values.
+
+    Args:
+        leaf: a module, or a function.
     """
     forward = getattr(type(leaf), "forward", None)
-    given = dict(zip(("input", "hx"), args, strict=False)) | kwargs
-    x = given.get("input")
     if forward in _LAYERS:
-        first = bool(getattr(leaf, "batch_first", False))
-        if isinstance(x, PackedSequence):
-            steps = len(x.batch_sizes)
-        else:
-            steps = x.shape[1 if first and x.dim() == 3 else 0]
+        x = args[0] if args else kwargs["input"]
+        first = leaf.batch_first and x[0].dim() == 2
+        steps = len(x.batch_sizes) if isinstance(x, PackedSequence) else x.shape[int(first)]
         return (x, result[1]) if steps == 1 else None
     if forward in _CELLS:
-        states = given.get("hx")
-        states = [states] if isinstance(states, Tensor) else states or []
-        return None if any(_of_data(of(t)) for t in states) else (x, result)
+        given = [*args, *(kwargs[name] for name in ("input", "hx") if name in kwargs)]
+        x, states = given[0], given[1:]
+        states = [t for t in tree_leaves(states) if isinstance(t, Tensor)]
+        return None if any(_has_features(of(t)) for t in states) else (x, result)
+    if isinstance(leaf, Hashable) and leaf in _FUNCTIONS and not kwargs:
+        x, state, *rest = args
+        ended = list(result[1:]) if isinstance(state, list | tuple) else result[1]
+        return (x, ended, *rest) if x.shape[int(rest[-1])] == 1 else None
     return None
 
 
-def _of_data(labels: Labels) -> bool:
-    return labels.kind == Kind.DATA and bool(labels.features or labels.fixed)
+def _has_features(labels: Labels) -> bool:
+    return labels.kind == Kind.DATA and bool(labels.features)
 
 
 class Starts:
