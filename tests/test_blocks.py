@@ -212,6 +212,38 @@ def test_residual_around_a_grouped_convolution_and_a_shuffle() -> None:
     law1(Net(forward, a=nn.Conv2d(3, 8, 1), g=grouped, c=nn.Conv2d(8, 3, 1)), 3, 5, 5)
 
 
+@pytest.mark.parametrize("partial", [None, "b", "c"])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("n", "groups", "norm", "others"),
+    [(16, 2, 0, 2), (16, 2, 0, 4), (16, 4, 0, 2), (12, 6, 0, 4), (16, 2, 2, 2), (24, 3, 2, 2)],
+)
+def test_merge_of_groups_before_and_after_a_shuffle(
+    n: int, groups: int, norm: int, others: int, count: int, partial: str | None
+) -> None:
+    """Features of a grid of blocks, of which one axis has the columns of a weight as a whole, and
+    the other the parts of its rows; of three axes where a norm groups them in another way."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = shuffled(F.relu(s.b(F.relu(s.a(x)))), groups)
+        y = shuffled(s.n(y), groups * norm) if norm else y
+        return s.o(F.relu(s.c(y)).mean((2, 3)))
+
+    convs = {"b": nn.Conv2d(n, n, 1, groups=groups), "c": nn.Conv2d(n, n, 1, groups=others)}
+    normed = nn.GroupNorm(norm, n) if norm else nn.Identity()
+    model = Net(forward, a=nn.Conv2d(4, n, 1), n=normed, o=nn.Linear(n, 3), **convs)
+    law1(model, 4, 3, 3)
+    spaces = zipfx.analyze(model, data(4, 3, 3), verify=False)
+    assert {"a blocks", "b blocks"} <= {s.name for s in spaces}
+    twins = [spaces.permuted(model, spaces.random_permutations(i)) for i in range(1, count)]
+    x = data(4, 3, 3, batch=200)
+    merged = merge([model, *twins], [(x,)], matcher="permute", partial=partial)
+    if partial is None:
+        assert error(model(x), merged(x)) < EXACT
+    else:
+        assert heads_error(merged, [model(x)] * count, (x,)) < EXACT
+
+
 # -------------------------------------------- law 1: moving the rows of a grouped weight is not all
 @pytest.mark.parametrize(
     "index", [[7, 0, 1, 2, 3, 4, 5, 6], [1, 0, 2, 3, 4, 5, 6, 7], [4, 2, 7, 0, 1, 6, 3, 5]]

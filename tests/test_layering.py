@@ -20,7 +20,8 @@ ORDER = """
     example tidy flat trace standins layers
     rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
     rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
-    rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
+    rows starts interpret
+    twofold nesting occurrences known group places mapping verify analyze calibrate
     replay
     correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made numbering
     alike assemble opaque unfold bake targets

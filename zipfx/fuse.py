@@ -183,19 +183,31 @@ def plan(
 ) -> dict[str, list[list[Move]]]:
     """For every parameter that a space touches: for each model, the maps of its axes."""
     found: dict[tuple[str, int, int], list[tuple[Axis, Merge]]] = {}
+    by = {}
     for space in spaces:
         for axis in space.axes:
-            key = axis.parameter, axis.dim, -axis.parts  # parts of the rows before the rows move
+            if axis.by >= 0:
+                by[axis.parameter, axis.dim] = axis.by
             if not axis.implied:
+                key = axis.parameter, axis.dim, axis.parts
                 found.setdefault(key, []).append((axis, merges[space.name]))
+
+    def turn(key: tuple[str, int, int]) -> tuple[int, int]:
+        """Blocks of an axis as a whole before what lies in parts of it, as features are known by
+        where their blocks have gone; parts of the rows before the rows move."""
+        name, dim, parts = key
+        rows = 0
+        while (name, dim) in by:
+            rows, dim = rows + 1, by[name, dim]
+        return -rows, parts
+
     maps: dict[str, list[list[Move]]] = {}
-    for name, dim, parts in sorted(found, key=lambda key: key[2]):
+    for name, dim, parts in sorted(found, key=turn):
         group = found[name, dim, parts]
-        rows = maps.setdefault(name, [[] for _ in range(models)])
-        size, by = shapes[name][dim] * -parts, group[0][0].by
+        moves = maps.setdefault(name, [[] for _ in range(models)])
         uses = [(axis.index, m, axis.role == Role.CONSUMES) for axis, m in group]
         for k in range(models):
-            rows[k] += _maps(size, dim, uses, k, by, -parts)
+            moves[k] += _maps(shapes[name][dim] * parts, dim, uses, k, group[0][0].by, parts)
     for rows in maps.values():  # matrices come last: they are those of the blocks at a new place
         for mine in rows:
             mine.sort(key=lambda move: isinstance(move, AxisMatrix))

@@ -45,6 +45,7 @@ from zipfx.rules import (
     taught,
 )
 from zipfx.shadow import Shadows
+from zipfx.starts import Starts, further
 from zipfx.tap import Address, Weights, decomposed, meetings
 from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.trace import NOTES
@@ -130,6 +131,7 @@ class _Mode(TorchDispatchMode):
         self.ledger = ledger
         self.shadows = Shadows()
         self.origins = Origins()
+        self.starts = Starts(ledger, self.of)
         self.notes: list[str] = []
         self.empty: dict[str, None] = {}
         self.begin(Weights(None, ()))
@@ -198,6 +200,7 @@ class _Mode(TorchDispatchMode):
                 opaque(call)  # a number leaves for Python, where labels can not follow
             return result  # else a view: the same storage
         targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
+        before = len(self.ledger.contractions)
         for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
             self.ledger.mark_alive(labels)
             self.origins.tell(t, rows)
@@ -207,6 +210,7 @@ class _Mode(TorchDispatchMode):
                 self.shadows.write(t, labels, self.ledger.node)
             else:
                 self.shadows.put(t, labels, self.ledger.node)
+        self.starts.see(call, targets[0], self.ledger.contractions[before:])
         for meeting in meetings(func, operands) if fresh else ():
             key = self.weights.key(meeting.weight)
             if key is not None and self.of(meeting.weight).kind == Kind.WEIGHT:
@@ -288,6 +292,9 @@ class _Interpreter(fx.Interpreter):
         # only here: label arithmetic is no part of it
         with decomposed(leaf), mode, self.guard, as_caller():
             value = super().run_node(n)
+            call: Any = leaf or n.target
+            if more := further(call, *args, value, mode.of):
+                call(*more)
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
             for t in tensors:
@@ -385,7 +392,7 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
             f"forward writes to {name!r}, which shares memory with another parameter or buffer: "
             "make them one, or give them memory of their own"
         )
-    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes))
+    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes, *mode.starts.pin()))
     notes |= dict.fromkeys(
         f"no row of the example inputs comes to what {where} chooses: give more of them"
         for where in mode.empty
