@@ -23,7 +23,7 @@ ORDER = """
     rows interpret twofold nesting occurrences known group places mapping verify analyze calibrate
     replay
     correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made numbering
-    alike assemble opaque unfold bake targets
+    adopt alike assemble opaque unfold bake targets
     refit repair report notes zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -9,26 +9,17 @@ Whether that computes what the model computed is checked on the example inputs.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
+from zipfx.adopt import adopted
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
-from zipfx.graphs import GraphModule, plain
 from zipfx.interpret import describe
-from zipfx.modes import as_caller
-from zipfx.numbering import Numbers, Use, number
-from zipfx.precision import inexact, widened
-from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
-from zipfx.trace import EXPECTS, NOTES, SETS
-from zipfx.tree import Tree, plant, plant_unused
-from zipfx.untouched import untouched
-from zipfx.verify import Wide
+from zipfx.numbering import Numbers, number
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
 _EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
@@ -74,8 +65,7 @@ def aligned(
     work.check(last)
     found, left = list(modules), number(modules[0], inputs, last)
     for k in (k for k, m in odd.items() if mismatch(modules[0], m, last) is not None):
-        found[k], told = _adopted(modules, k, last, ours, theirs[k], left)
-        _check_same(found[k], modules[k], k, inputs)
+        found[k], told = adopted(modules, k, last, ours, theirs[k], left, inputs)
         notes += told
     notes += more
     return Aligned(found, last, notes)
@@ -218,174 +208,3 @@ def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
             f"the cut after {work.partial!r} of model 0 lies inside {work.partial!r} of model {k}"
         ]
     return []
-
-
-# ------------------------------------------------------------------ the graph of the first model
-def _adopted(
-    modules: Sequence[fx.GraphModule],
-    k: int,
-    last: int,
-    ours: Numbers,
-    theirs: Numbers,
-    left: Numbers,
-) -> tuple[fx.GraphModule, list[str]]:
-    """Model k with the nodes and modules of the first model up to the cut, and notes."""
-    first, own = modules[0], modules[k]
-    weights, told = _weights(first, own, last, ours, theirs, k)
-    named = named_tensors(first)
-    adopted = {id(named[name]): t for name, t in weights.items()}
-    nodes = list(first.graph.nodes)
-    whole = last == len(nodes) - 1
-    trunk = Tree(first, lambda _, t: adopted.get(id(t), t.detach()))
-    plant(trunk, nodes[: last + 1])
-    if whole:
-        plant_unused(trunk, first, whole=True)
-        root, graph = trunk.root, copy.deepcopy(first.graph)
-    else:
-        root, graph = _with_head(nodes[: last + 1], trunk.root, own, theirs, left)
-    module = GraphModule(root, graph, type(own).__name__)
-    module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
-    module.eval()
-    module.graph.lint()
-    note = (
-        f"model {k} is written differently from model 0 ({mismatch(first, own, last)}), and "
-        "computes the same up to the cut: there it has the modules of model 0, with its own weights"
-    )
-    return module, [note, *told]
-
-
-def _weights(
-    first: fx.GraphModule, own: fx.GraphModule, last: int, ours: Numbers, theirs: Numbers, k: int
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights of model k under the names, and in the layout, of the first model."""
-    target, source = named_tensors(first), named_tensors(own)
-    uses = {use.number: use for use in theirs.uses}
-    found: dict[str, Tensor] = {}
-    covered: dict[str, int] = {}
-    origin: dict[str, Use] = {}
-    for use in (u for u in ours.uses if u.node <= last):
-        other = uses[use.number]
-        origin.setdefault(use.name, other)
-        new = found.setdefault(use.name, torch.empty_like(target[use.name]).detach())
-        _window(new, use).copy_(_window(source[other.name].detach(), other))
-        covered[use.name] = covered.get(use.name, 0) + _window(new, use).numel()
-    for name, count in covered.items():
-        if count != target[name].numel():
-            raise ZipError(
-                f"models 0 and {k} are written differently, and of {name!r} of model 0 only "
-                f"{count} of {target[name].numel()} entries are used: it can not be told which "
-                "weights correspond"
-            )
-    changed = []
-    for name, (eps, scale) in ours.eps.items():
-        if name in origin:
-            theirs_eps = theirs.eps[origin[name].name][0]
-            if theirs_eps != eps:
-                _fold_eps(found, name, scale, theirs_eps, eps)
-                changed.append((theirs_eps, eps))
-    told = [
-        f"BatchNorm's eps is {a:g} in model {k} and {b:g} in model 0, in {changed.count((a, b))} "
-        "layers: made up for in the statistics"
-        for a, b in dict.fromkeys(changed)
-    ]
-    return found, told
-
-
-def _window(t: Tensor, use: Use) -> Tensor:
-    size, stride, offset = use.window
-    return t.as_strided(size, stride, int(t.storage_offset()) + offset)
-
-
-def _fold_eps(
-    found: dict[str, Tensor], name: str, scale: str | None, theirs: float, ours: float
-) -> None:
-    """Make a norm with another eps compute the same: in its variance, or, where that would become
-    negative, in its weight."""
-    variance = found[name].double()
-    if bool((variance + theirs - ours >= 0).all()):
-        found[name].copy_(variance + theirs - ours)
-    elif scale is not None and scale in found:
-        found[scale].mul_(((variance + ours) / (variance + theirs)).sqrt().to(found[scale].dtype))
-    else:
-        raise ZipError(
-            f"the eps of a BatchNorm ({name!r} of model 0) is {ours:g}, in another model "
-            f"{theirs:g}, and its variance is too small to make up for that: set both to one eps"
-        )
-
-
-def _with_head(
-    trunk_nodes: Sequence[fx.Node],
-    trunk: nn.Module,
-    own: fx.GraphModule,
-    theirs: Numbers,
-    left: Numbers,
-) -> tuple[nn.Module, fx.Graph]:
-    """The trunk of the first model, and what of a model's own graph is not in it."""
-    graph, copies = fx.Graph(), dict[int, fx.Node]()
-    seen: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(trunk_nodes):
-        copies[i] = seen[node] = graph.node_copy(node, seen.__getitem__)
-        if node.op in ("call_module", "get_attr"):
-            copies[i].target = f"{TRUNK}.{plain(str(node.target))}"
-    given = {value: i for i, value in left.left.items() if trunk_nodes[i].op != "get_attr"}
-    inputs = [n for n in trunk_nodes if n.op == "placeholder"]
-    nodes = list(own.graph.nodes)
-    at = {node: i for i, node in enumerate(nodes)}
-    needed, stack = {len(nodes) - 1}, [len(nodes) - 1]
-    crossing: dict[tuple[int, int], int] = {}
-    while stack:
-        i = stack.pop()
-        for source in nodes[i].all_input_nodes:
-            j = at[source]
-            value = theirs.reads[i][j]
-            tensors = any(isinstance(part, tuple) for part in value)
-            if tensors and value in given and source.op != "get_attr":
-                crossing[i, j] = given[value]
-            elif source.op == "placeholder":
-                ours = [n.op for n in nodes[: j + 1]].count("placeholder") - 1
-                crossing[i, j] = trunk_nodes.index(inputs[ours])
-            elif j not in needed:
-                needed.add(j)
-                stack.append(j)
-    head = [nodes[i] for i in sorted(needed)]
-    tree = Tree(own, lambda _, t: t.detach())
-    plant(tree, head)
-    plant_unused(tree, own)
-    tree.root.add_module(TRUNK, trunk)
-    made: dict[int, fx.Node] = {}
-
-    def mapped(i: int) -> Callable[[fx.Node], fx.Node]:
-        return lambda n: copies[crossing[i, at[n]]] if (i, at[n]) in crossing else made[at[n]]
-
-    for node in head:
-        made[at[node]] = graph.node_copy(node, mapped(at[node]))
-    return tree.root, graph
-
-
-def _check_same(new: fx.GraphModule, old: fx.GraphModule, k: int, inputs: Sequence[Any]) -> None:
-    """Check that a model computes what it computed, on the example inputs."""
-    try:
-        found = [_run(m, inputs, torch.float64) for m in (new, old)]
-        bound = _EXACT
-    except Exception:  # it asks for its own dtype
-        found, bound = [_run(m, inputs, None) for m in (new, old)], _CLOSE
-    for a, b in zip(*found, strict=True):
-        gap = float((a - b).abs().max()) if a.numel() else 0.0
-        if a.shape != b.shape or not gap <= bound * max(float(b.abs().max()), 1e-30):
-            raise ZipError(
-                f"models 0 and {k} are written differently, and the weights of model {k} in the "
-                "graph of model 0 do not compute the same; use one implementation for both"
-            )
-
-
-def _run(module: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor]:
-    """The output's tensors, in float64."""
-    wide, given = module, clone_tensors(tuple(inputs))
-    if dtype is not None:
-        wide, given = copy.deepcopy(module), map_tensors(widened, given)
-        for t in (*wide.parameters(), *wide.buffers()):  # `to` would drop imaginary parts
-            t.data = widened(t.data)
-    with torch.no_grad(), untouched(named_tensors(wide).values()), as_caller(), Wide(dtype):
-        result = fx.Interpreter(wide).run(*given)
-    tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
-    return [widened(t) if inexact(t) else t.double() for t in tensors]
