@@ -7,18 +7,22 @@ belong, and whether that computes what the model computed is checked on the exam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from zipfx.correspond import mismatch
 from zipfx.errors import ZipError
 from zipfx.graphs import GraphModule, plain
+from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.numbering import Numbers, Use
 from zipfx.precision import inexact, widened
+from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
 from zipfx.trace import EXPECTS, NOTES, SETS
 from zipfx.tree import Tree, plant, plant_unused
@@ -29,26 +33,41 @@ TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of
 _EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
 
 
+class Differs(Exception):  # noqa: N818
+    """A model would not compute what it computes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done for model `k`: to get the nodes of model 0 up to index `last`.
+
+    ours, theirs: numbers of model 0, and of model k; left: of model 0 after node `last`; why: in
+    what the two are written differently.
+    """
+
+    modules: Sequence[fx.GraphModule]
+    k: int
+    last: int
+    ours: Numbers
+    theirs: Numbers
+    left: Numbers
+    why: str
+
+
 def adopted(
-    modules: Sequence[fx.GraphModule],
-    k: int,
-    last: int,
-    ours: Numbers,
-    theirs: Numbers,
-    left: Numbers,
-    inputs: Sequence[Any],
+    work: Work, inputs: Sequence[Any], must: Collection[int]
 ) -> tuple[fx.GraphModule, list[str]]:
-    """Model k with the nodes and modules of the first model up to the cut, and notes.
+    """A model with the nodes and modules of the first model up to the cut, and notes.
 
     Args:
-        left: the numbers of the first model after node `last`.
         inputs: one value for each placeholder, on which the result is compared with the model.
+        must: the nodes of the trunk whose values the model must compute as well.
 
     Raises:
-        ZipError: it does not compute the same.
+        Differs: it would not compute the same.
     """
-    first, own = modules[0], modules[k]
-    weights, exact, told = _weights(first, own, last, ours, theirs, k)
+    first, own, last = work.modules[0], work.modules[work.k], work.last
+    weights, exact, told = _weights(first, own, last, work.ours, work.theirs, work.k)
     named = named_tensors(first)
     adopted = {id(named[name]): t for name, t in weights.items()}
     nodes = list(first.graph.nodes)
@@ -59,15 +78,17 @@ def adopted(
         plant_unused(trunk, first, whole=True)
         root, graph = trunk.root, copy.deepcopy(first.graph)
     else:
-        root, graph = _with_head(nodes[: last + 1], trunk.root, own, theirs, left)
+        root, graph = _with_head(nodes[: last + 1], trunk.root, own, work.theirs, work.left)
     module = GraphModule(root, graph, type(own).__name__)
     module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
     module.eval()
     module.graph.lint()
-    _check_same(module, own, k, inputs, {weights[n].data_ptr(): t for n, t in exact.items()})
+    before = {weights[name].data_ptr(): t for name, t in exact.items()}
+    places = {i: describe(nodes[i]) for i in must}
+    _check_same(module, own, work, inputs, before, places)
     note = (
-        f"model {k} is written differently from model 0 ({mismatch(first, own, last)}), and "
-        "computes the same up to the cut: there it has the modules of model 0, with its own weights"
+        f"model {work.k} is written differently from model 0 ({work.why}), and computes the same "
+        "up to the cut: there it has the modules of model 0, with its own weights"
     )
     return module, [note, *told]
 
@@ -200,25 +221,90 @@ def _with_head(
 def _check_same(
     new: fx.GraphModule,
     old: fx.GraphModule,
-    k: int,
+    work: Work,
     inputs: Sequence[Any],
     exact: Mapping[int, Tensor],
+    places: Mapping[int, str],
 ) -> None:
-    """Check that a model computes what it computed, on the example inputs.
+    """Check that a model computes what it computed on the example inputs, and that what the trunk
+    hands over is there in the model as it was: else its head would do without the trunk.
 
     exact: by address of a weight that was computed, what it was before it was rounded.
+    places: nodes of the trunk whose values the model must have, as messages call them.
     """
+
+    def both(
+        dtype: torch.dtype | None, bound: float
+    ) -> tuple[list[Tensor], list[Tensor], set[int]]:
+        at_cut = _AtCut(work.last, places)
+        ours = _run(new, inputs, dtype, at_cut, exact if dtype is not None else {})
+        seeking = _Seeking(at_cut.values, bound)
+        with seeking:
+            theirs = _run(old, inputs, dtype)
+        return ours, theirs, set(seeking.wanted)
+
     try:
-        found = [_run(m, inputs, torch.float64, exact) for m in (new, old)]
         bound = _EXACT
+        ours, theirs, missing = both(torch.float64, bound)
     except Exception:  # it asks for its own dtype
-        found, bound = [_run(m, inputs, None) for m in (new, old)], _close(old)
-    for a, b in zip(*found, strict=True):
-        if not _agree(a, b, bound):
-            raise ZipError(
-                f"models 0 and {k} are written differently, and the weights of model {k} in the "
-                "graph of model 0 do not compute the same; use one implementation for both"
-            )
+        bound = _close(old)
+        ours, theirs, missing = both(None, bound)
+    what = f"models 0 and {work.k} are written differently ({work.why}), and"
+    if missing:
+        raise Differs(
+            f"{what} what {places[min(missing)]} of model 0 gives is computed nowhere in model "
+            f"{work.k}, as far as it can be told which weights correspond"
+        )
+    if not all(_agree(a, b, bound) for a, b in zip(ours, theirs, strict=True)):
+        raise Differs(
+            f"{what} the weights of model {work.k} in the graph of model 0 do not compute the same"
+        )
+
+
+class _AtCut:
+    """Keeps the values of some nodes, as they are when the trunk has run."""
+
+    def __init__(self, last: int, places: Collection[int]) -> None:
+        self.last, self.places = last, places
+        self.values: dict[int, list[Tensor]] = {}
+
+    def __call__(self, index: int, env: Mapping[int, Any]) -> None:
+        if index == self.last:
+            for i in self.places:
+                found = [t for t in leaves(env[i]) if isinstance(t, Tensor)]
+                self.values[i] = [t.clone() for t in found if t.numel()]
+
+
+class _Seeking(TorchDispatchMode):
+    """Looks for values among all that is computed, in any shape.
+
+    wanted: what was not found yet.
+    """
+
+    def __init__(self, values: Mapping[int, list[Tensor]], bound: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wanted = {i: list(tensors) for i, tensors in values.items() if tensors}
+        self.bound = bound
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.wanted:
+            self.wanted = {
+                i: left
+                for i, tensors in self.wanted.items()
+                if (left := [t for t in tensors if not self._is_in(t, result)])
+            }
+        return result
+
+    def _is_in(self, wanted: Tensor, result: Any) -> bool:
+        return any(
+            isinstance(t, Tensor)
+            and t.numel() == wanted.numel()
+            and _agree(_wide(t).reshape(-1), _wide(wanted).reshape(-1), self.bound)
+            for t in tree_leaves(result)
+        )
 
 
 def _close(module: fx.GraphModule) -> float:
@@ -239,9 +325,10 @@ def _run(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     dtype: torch.dtype | None,
+    after: Callable[[int, Mapping[int, Any]], None] | None = None,
     exact: Mapping[int, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The output's tensors, in float64."""
+    """The output's tensors, in float64; after: called when a node has run."""
     wide, given = module, clone_tensors(tuple(inputs))
     if dtype is not None:
         values = [(exact or {}).get(t.data_ptr(), t) for t in named_tensors(module).values()]
@@ -249,6 +336,28 @@ def _run(
         for t, value in zip(named_tensors(wide).values(), values, strict=True):
             t.data = widened(value.data)  # `to` would drop imaginary parts
     with torch.no_grad(), untouched(named_tensors(wide).values()), as_caller(), Wide(dtype):
-        result = fx.Interpreter(wide).run(*given)
-    tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
-    return [widened(t) if inexact(t) else t.double() for t in tensors]
+        result = _Runner(wide, after).run(*given)
+    return [_wide(t) for t in leaves(result) if isinstance(t, Tensor)]
+
+
+class _Runner(fx.Interpreter):
+    def __init__(
+        self, module: fx.GraphModule, after: Callable[[int, Mapping[int, Any]], None] | None
+    ) -> None:
+        super().__init__(module, garbage_collect_values=after is None)
+        self.extra_traceback = False
+        self.after = after
+        self.at = {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def run_node(self, n: fx.Node) -> Any:
+        leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        with decomposed(leaf):
+            result = super().run_node(n)
+        if self.after is not None:
+            env = {self.at[m]: value for m, value in self.env.items()}
+            self.after(self.at[n], {**env, self.at[n]: result})
+        return result
+
+
+def _wide(t: Tensor) -> Tensor:
+    return widened(t) if inexact(t) else t.double()

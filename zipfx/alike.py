@@ -15,14 +15,19 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.adopt import adopted
+from zipfx.adopt import Differs, Work, adopted
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
+from zipfx.graphs import plain
 from zipfx.interpret import describe
+from zipfx.likeness import ambiguous, likened
 from zipfx.numbering import Numbers, number
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
 _EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
+
+
+NAMED = ("call_module", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def aligned(
     Raises:
         ZipError: they do not compute the same; the message names the last cut that works.
     """
-    odd = {k: m for k, m in enumerate(modules) if k and mismatch(modules[0], m, last) is not None}
+    odd = {k: m for k, m in enumerate(modules) if k and _is_odd(modules[0], m, last)}
     for k, module in odd.items():
         _check_inputs(modules[0], module, k)
     notes = [
@@ -59,16 +64,33 @@ def aligned(
     if not odd:
         return Aligned(list(modules), last, notes)
     ours = number(modules[0], inputs)
-    theirs = {k: number(m, inputs) for k, m in odd.items()}
-    work = _Alignment(modules, ours, theirs, partial)
+    theirs = {k: likened(modules[0], ours, m, inputs, last) for k, m in odd.items()}
+    work = _Alignment(modules, ours, theirs, partial, inputs)
     last, more = work.cut(last)
     work.check(last)
-    found, left = list(modules), number(modules[0], inputs, last)
-    for k in (k for k, m in odd.items() if mismatch(modules[0], m, last) is not None):
-        found[k], told = adopted(modules, k, last, ours, theirs[k], left, inputs)
+    found = list(modules)
+    for k, (module, told) in work.adopted(last).items():
+        found[k] = module
         notes += told
     notes += more
     return Aligned(found, last, notes)
+
+
+def _is_odd(first: fx.GraphModule, other: fx.GraphModule, last: int) -> bool:
+    return mismatch(first, other, last) is not None or bool(_swapped(first, other, last))
+
+
+def _swapped(first: fx.GraphModule, other: fx.GraphModule, last: int) -> list[tuple[str, str]]:
+    """Names that two models of one graph have in other places: the order in which branches are
+    evaluated may differ."""
+    pairs = [
+        (str(x.target), str(y.target))
+        for x, y in zip(first.graph.nodes, other.graph.nodes, strict=False)
+        if x.op in NAMED and y.op in NAMED
+    ]
+    ours, theirs = {x for x, _ in pairs}, {y for _, y in pairs}
+    count = sum(node.op in NAMED for node in list(first.graph.nodes)[: last + 1])
+    return [(x, y) for x, y in pairs[:count] if x != y and x in theirs and y in ours]
 
 
 def _check_inputs(first: fx.GraphModule, other: fx.GraphModule, k: int) -> None:
@@ -107,8 +129,10 @@ class _Alignment:
         ours: Numbers,
         theirs: Mapping[int, Numbers],
         partial: str | None,
+        inputs: Sequence[Any],
     ) -> None:
         self.modules, self.ours, self.theirs, self.partial = modules, ours, theirs, partial
+        self.inputs = inputs
         self.nodes = list(modules[0].graph.nodes)
         known = {k: {use.number for use in found.uses} for k, found in theirs.items()}
         #: the first node with a weight that a model does not use in this way
@@ -158,13 +182,60 @@ class _Alignment:
             if self.end[k] <= last or (whole and self.ours.gives[-1] != found.gives[-1]):
                 raise self._different(k, last)
 
+    def adopted(self, last: int) -> dict[int, tuple[fx.GraphModule, list[str]]]:
+        """The models that are to have the nodes of model 0 up to the cut, and notes.
+
+        Raises:
+            ZipError: they would not compute what they compute; it names a cut at which they do.
+        """
+        try:
+            return self._adopted(last)
+        except Differs as error:
+            works = self._last_that_works(last)
+            advice = f"the last cut that works is partial={works!r}" if works else "no cut works"
+            raise ZipError(f"{error}. Use one implementation for all, or {advice}") from None
+
+    def _adopted(self, last: int) -> dict[int, tuple[fx.GraphModule, list[str]]]:
+        first, found = self.modules[0], {}
+        left = number(first, self.inputs, last)
+        must = self._must_be_there(last)
+        for k, numbers in self.theirs.items():
+            why = mismatch(first, self.modules[k], last)
+            if why is None:
+                swapped = _swapped(first, self.modules[k], last)
+                if not self._are_apart(k, swapped, last):
+                    continue
+                why = f"{swapped[0][1]!r} comes where model 0 has {swapped[0][0]!r}"
+            work = Work(self.modules, k, last, self.ours, numbers, left, why)
+            found[k] = adopted(work, self.inputs, must)
+        return found
+
+    def _must_be_there(self, last: int) -> list[int]:
+        """The nodes of model 0 whose values every model must have: the cut, and what is read behind
+        it and depends on weights of like use, of which it is not sure yet which is which."""
+        at = {node: i for i, node in enumerate(self.nodes)}
+        doubtful = ambiguous(self.modules[0], self.ours)
+        return [
+            i
+            for i, node in enumerate(self.nodes[: last + 1])
+            if node.op not in ("placeholder", "get_attr")
+            and any(at[user] > last for user in node.users)
+            and (i == last or i in doubtful)
+        ]
+
+    def _are_apart(self, k: int, swapped: Sequence[tuple[str, str]], last: int) -> bool:
+        """Whether other weights correspond than those in the same places of the two graphs."""
+        other = {use.number: use.name for use in self.theirs[k].uses}
+        pairs = {(u.name, other.get(u.number, "")) for u in self.ours.uses if u.node <= last}
+        return any(_is_in(a, x) and not _is_in(b, y) for x, y in swapped for a, b in pairs)
+
     def _different(self, k: int, last: int) -> ZipError:
         theirs = list(self.modules[k].graph.nodes)
         known, mine = set(self.theirs[k].gives), set(self.ours.gives)
         x = next((i for i, v in enumerate(self.ours.gives[: last + 1]) if v not in known), last)
         y = next((i for i, v in enumerate(self.theirs[k].gives) if v not in mine), len(theirs) - 1)
         what = differing(self.modules[0], self.nodes[x], self.modules[k], theirs[y])
-        works = self._last_that_works()
+        works = self._last_that_works(last)
         advice = (
             f"Up to there they are alike: the last cut that works is partial={works!r}"
             if works
@@ -181,19 +252,29 @@ class _Alignment:
             f"{describe(theirs[y])} of model {k}: {what}. {advice}"
         )
 
-    def _last_that_works(self) -> str | None:
+    def _last_that_works(self, last: int) -> str | None:
         """The outermost module of model 0 that ends last among those that could be the cut."""
-        first = min(self.end.values())
-        if not any(use.node < first for use in self.ours.uses):
-            return None
+        first = min(last, *self.end.values())
         ends: dict[str, int] = {}
         for i, node in enumerate(self.nodes):
             ends.update({path: i for path in module_paths(node) if path})
-        start = min(use.node for use in self.ours.uses)
-        fine = {path: end for path, end in ends.items() if start <= end < first}
-        latest = max(fine.values(), default=None)
-        paths = [path for path, end in fine.items() if end == latest]
-        return min(paths, key=lambda path: path.count("."), default=None)
+        start = min((use.node for use in self.ours.uses), default=last)
+        for end in sorted({end for end in ends.values() if start <= end < first}, reverse=True):
+            if self._works(end):
+                paths = [path for path, found in ends.items() if found == end]
+                return min(paths, key=lambda path: path.count("."))
+        return None
+
+    def _works(self, end: int) -> bool:
+        try:
+            self._adopted(end)
+        except (Differs, ZipError):
+            return False
+        return True
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name == plain(path) or name.startswith(f"{plain(path)}.")
 
 
 def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
