@@ -11,7 +11,7 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors checks modes values naming precision plain disk container table statistics
+    errors checks modes values naming programs precision plain disk container table statistics
     moments ridge matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched memory tensors hidden graphs copies parametrized
