@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
+from zipfx.alike import aligned
+from zipfx.correspond import last_node
 from zipfx.numbering import number
 from zipfx.trace import trace
 
@@ -219,6 +221,140 @@ def test_eps_is_made_up_for_in_the_weight_where_variances_are_small() -> None:
         model.n.weight = model.n.bias = None
     with pytest.raises(ZipError, match=r"its variance is too small to make up for that"):
         merge([models[0], same], data)
+
+
+@pytest.mark.parametrize("eps", [(1e-5, 1e-3), (1e-3, 1e-5), (1e-5, 2e-5), (1e-2, 1e-6)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.half])
+@pytest.mark.parametrize("partial", [None, "4"])
+def test_eps_is_made_up_for_in_every_dtype(
+    eps: tuple[float, float], dtype: torch.dtype, partial: str | None
+) -> None:
+    """Also where some variances are too small: those features are scaled in the weight."""
+
+    def make(eps: float) -> nn.Module:
+        torch.manual_seed(1)
+        norms = [nn.BatchNorm2d(6, eps), nn.BatchNorm2d(6, eps)]
+        for norm in norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            norm.running_var.copy_(torch.tensor([1e-6, 2e-5, 3e-3, 0.2, 1.0, 30.0]))
+        first, second = ([nn.Conv2d(c, 6, 3), n] for c, n in zip((3, 6), norms, strict=True))
+        layers = [*first, nn.ReLU(), *second, nn.ReLU(), nn.Flatten(), nn.Linear(96, 5)]
+        return nn.Sequential(*layers).to(dtype).eval()
+
+    models = [make(eps[0]), make(eps[1])]
+    x = torch.randn(8, 3, 8, 8).mul(0.01).to(dtype)  # half overflows soon
+    expected = run(models[1], (x,))
+    modules = [trace(m) for m in models]
+    adopted = aligned(modules, last_node(modules[0], partial), [x], partial).modules[1]
+    assert adopted.get_submodule("zipfx_trunk.1" if partial else "1").eps == eps[0]
+    bound = max(1e-12, 60 * torch.finfo(dtype).eps)
+    assert error(expected.double(), run(adopted, (x,)).double()) < bound
+    notes = merge(models, [(x,)], partial=partial).meta["zipfx"].notes
+    assert any("made up for" in note for note in notes)
+
+
+# ------------------------------------------------------------------ weights of like first use
+class Glu(nn.Module):
+    def __init__(self, order: str = "value gate") -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.order = order.split()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = {name: getattr(self, name)(x) for name in self.order}
+        return y["value"] * torch.sigmoid(y["gate"])
+
+
+class Attention(nn.Module):
+    """order: in which the projections are evaluated; names: theirs, for query, key and value."""
+
+    def __init__(self, order: str = "q k v", names: str = "q k v") -> None:
+        super().__init__()
+        self.names = dict(zip("qkv", names.split(), strict=True))
+        for name in sorted(self.names.values()):
+            self.add_module(name, nn.Linear(8, 8))
+        self.order = order.split()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = {name: getattr(self, self.names[name])(x) for name in self.order}
+        return torch.softmax(y["q"] @ y["k"].transpose(-1, -2), -1) @ y["v"]
+
+
+def followed(block: nn.Module, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    for t in block.parameters():
+        nn.init.normal_(t, 0, 0.3)
+    width = 16 if isinstance(block, Glu) else 8
+    return nn.Sequential(block, nn.ReLU(), nn.Linear(width, 3)).double().eval()
+
+
+@pytest.mark.parametrize("partial", [None, "0", "1", "first of block", "last of block"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Glu(), Glu("gate value")),
+        (Attention(), Attention("v k q")),
+        (Attention(), Attention("k v q")),
+        (Attention("v q k"), Attention("q v k")),
+    ],
+)
+def test_branches_may_be_evaluated_in_any_order(
+    one: nn.Module, other: nn.Module, partial: str | None
+) -> None:
+    """Law 3: the same weights correspond, though their first uses look alike."""
+    if partial and "block" in partial:
+        partial = f"0.{one.order[0 if 'first' in partial else -1]}"
+    model, twin = followed(copy.deepcopy(one)), followed(copy.deepcopy(other))
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(6, 5, 8).double()
+    expected = run(model, (x,))
+    assert error(expected, run(twin, (x,))) < EXACT
+    spaces = zipfx.analyze(twin, x)
+    twin = spaces.permuted(twin, spaces.random_permutations(1))
+    merged = merge([model, twin], [(x,)] * 2, partial=partial, matcher="permute")
+    for output in run(merged, (x,)) if partial else [run(merged, (x,))]:
+        assert error(expected, output) < EXACT
+    assert partial != "1" or not [
+        n for n, _ in merged.task_heads[1].named_parameters() if "0." in n
+    ]
+
+
+@pytest.mark.parametrize(("order", "names"), [("v k q", "a b c"), ("k v q", "v q k")])
+def test_what_is_computed_counts_more_than_names(order: str, names: str) -> None:
+    """Two layers of attention, the projections of which have other names, or misleading ones."""
+
+    def make(*given: str) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [Attention(*given), Attention(*given)]
+        return nn.Sequential(*blocks, nn.Linear(8, 3)).double().eval()
+
+    model, twin = make(), make(order, names)
+    for i in range(2):
+        for ours, theirs in zip("qkv", names.split(), strict=True):
+            getattr(twin[i], theirs).load_state_dict(getattr(model[i], ours).state_dict())
+    twin[2].load_state_dict(model[2].state_dict())
+    x = torch.randn(6, 5, 8).double()
+    expected = run(model, (x,))
+    assert error(expected, run(twin, (x,))) < EXACT
+    for partial in (None, "0", "1"):
+        merged = merge([model, twin], [(x,)] * 2, partial=partial, matcher="identity")
+        for output in run(merged, (x,)) if partial else [run(merged, (x,))]:
+            assert error(expected, output) < EXACT
+
+
+def test_what_the_trunk_hands_over_must_be_computed_in_each_model() -> None:
+    """Else its head would do without the trunk, which would be the average of strangers."""
+
+    class Gated(Glu):
+        def forward(self, x: Tensor) -> Tensor:
+            value, gate = self.value(x), self.gate(x)
+            return torch.tanh(value) * torch.sigmoid(gate)
+
+    models = [followed(Glu(), 0), followed(Gated(), 1)]
+    x = torch.randn(6, 8).double()
+    for partial in (None, "0", "1"):
+        with pytest.raises(ZipError, match=r"the last cut that works is partial='0\.gate'"):
+            merge(models, [(x,)], partial=partial)
 
 
 # ------------------------------------------------------------------ libraries

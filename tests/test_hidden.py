@@ -4,7 +4,10 @@ so is what can not be averaged, traced or read, with a message that says what to
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -20,7 +23,8 @@ from torch import Tensor, fx, nn
 
 import zipfx
 from zipfx import Refit, ZipError
-from zipfx.hidden import as_text, attributes
+from zipfx.hidden import as_text, attributes, code_of
+from zipfx.recipe import Does
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
@@ -247,6 +251,157 @@ def test_settings_of_leaves_are_compared(changed: dict[str, Any], says: str) -> 
         models[0][1].used = models[1][1].used = False
         notes = merge(models, DATA, **options).meta["zipfx"].notes
         assert any(re.search(says, note) for note in notes)
+
+
+# ------------------------------------------------------------------ code that was compared
+class Act(nn.Module):
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, self.k * x)
+
+
+def leaf(k: float) -> nn.Module:
+    class Leaf(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x > 0, x, k * x)
+
+    return Leaf()
+
+
+def leaf_of_source(k: float) -> nn.Module:
+    """Another constant in the code, and nothing else."""
+    scope: dict[str, Any] = {"nn": nn, "__name__": "leaves"}
+    lines = "class Leaf(nn.Module):", "    def forward(self, x):", f"        return x * {k}"
+    exec("\n".join(lines), scope)
+    made: nn.Module = scope["Leaf"]()
+    return made
+
+
+def leaf_of_helper(k: float) -> nn.Module:
+    scope: dict[str, Any] = {"nn": nn, "__name__": "leaves", "K": k}
+    lines = (
+        "def f(x): return x * K",
+        "class Leaf(nn.Module):",
+        "    def forward(self, x): return f(x)",
+    )
+    exec("\n".join(lines), scope)
+    made: nn.Module = scope["Leaf"]()
+    return made
+
+
+def leaf_of_method(k: float) -> nn.Module:
+    act = nn.ReLU()
+    if k < 1:
+        act.forward = types.MethodType(lambda self, x: x * 2, act)  # type: ignore[method-assign]
+    else:
+        act.forward = types.MethodType(lambda self, x: x * 7, act)  # type: ignore[method-assign]
+    return act
+
+
+def leaf_of_partial(k: float) -> nn.Module:
+    act = Scaled()
+    act.act = functools.partial(lambda x, k: torch.where(x > 0, x, k * x), k=k)
+    torch.nn.init.eye_(act.w)
+    return act
+
+
+def leaf_of_default(k: float) -> nn.Module:
+    act = Scaled()
+    act.act = lambda x, k=k: torch.where(x > 0, x, k * x)
+    torch.nn.init.eye_(act.w)
+    return act
+
+
+def transformer(k: float) -> nn.Module:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            act = (lambda x: F.leaky_relu(x, 0.1)) if k < 1 else (lambda x: F.leaky_relu(x, 3.0))
+            self.layer = nn.TransformerEncoderLayer(16, 2, 16, activation=act, batch_first=True)
+            self.mask = nn.Buffer(torch.zeros(1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[:, None], src_mask=self.mask)[:, 0]
+
+    return Masked()
+
+
+def scripted_leaf(k: float) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = torch.jit.script(Act(k))
+    return made
+
+
+class AnyLeaf(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        known = type(m).__name__ in ("Leaf", "Scaled") or isinstance(m, torch.jit.ScriptModule)
+        return known or super().is_leaf_module(m, module_qualified_name)
+
+
+CODED = [
+    scripted_leaf, leaf, leaf_of_source, leaf_of_helper, leaf_of_method, leaf_of_partial,
+    leaf_of_default, transformer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act", CODED)
+def test_leaves_are_told_apart_by_their_code(
+    act: Callable[[float], nn.Module], tmp_path: Path
+) -> None:
+    """Two that are called alike and compute something else do not correspond; two that were made
+    twice do, and a file of theirs is loaded by them only."""
+
+    def make(k: float) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 16), act(k), nn.Linear(16, 3)).double().eval()
+
+    options: dict[str, Any] = {"batch_to_args": None, "tracer": AnyLeaf(), "matcher": "identity"}
+    data = [torch.randn(8, 4).double()]
+    for partial in (None, "1"):
+        with pytest.raises(ZipError, match=r"code of|act is"):
+            merge([make(0.1), make(5.0)], data, partial=partial, **options)
+    files = []
+    for name in ("a", "b"):
+        merged = merge([make(0.1), make(0.1)], data, **options)
+        assert not [n for n in merged.meta["zipfx"].notes if "sets" in n or "differs" in n]
+        zipfx.save(merged, tmp_path / name)
+        files.append((tmp_path / name).read_bytes())
+    assert files[0] == files[1]
+    loaded = zipfx.load(tmp_path / "a", [make(0.1)] * 2, tracer=AnyLeaf())
+    assert torch.equal(loaded(data[0]), merged(data[0]))
+    with pytest.raises(ZipError, match=r"(code of|act) .*was .* and is"):
+        zipfx.load(tmp_path / "a", [make(5.0)] * 2, tracer=AnyLeaf())
+
+
+def test_digests_of_code_are_those_of_every_process(tmp_path: Path) -> None:
+    """Wherever the source lies, and whatever comes before it; and another Python's say nothing."""
+    source = (
+        "import math\nLIMIT = {1: 2.5}\nSCALE = 2.0\n"
+        "def helper(x, *, k=3): return x * k * SCALE if x in {'b', 'a', 'c'} else math.sin(x)\n"
+        "def make(k):\n    def inner(x): return [helper(i) * k for i in x]\n    return inner\n"
+    )
+    found = []
+    for i, before in enumerate(("", "# moved\n" * 7)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "coded.py").write_text(before + source, encoding="utf-8")
+        asks = "import coded; from zipfx.hidden import code_of; print(code_of('f', coded.make(2)))"
+        found.append(
+            subprocess.run(
+                [sys.executable, "-c", asks],
+                env={**os.environ, "PYTHONPATH": f"{folder}:{Path(zipfx.__file__).parents[1]}",
+                     "PYTHONHASHSEED": str(i + 1)},
+                check=True, capture_output=True, text=True,
+            ).stdout
+        )  # fmt: skip
+    assert found[0] == found[1]
+    assert sys.implementation.cache_tag in found[0]
+    ours = Does("call_module", "a", "", settings={"code of f (cpython-399)": "1"})
+    assert ours.difference(Does("call_module", "a", "", settings=code_of("f", leaf))) is None
 
 
 def test_text_says_what_computes_the_same() -> None:

@@ -11,8 +11,8 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 ORDER = """
-    errors checks modes values naming precision plain disk container table statistics moments ridge
-    matrices match.protocol match.identity match.permute match.greedy
+    errors checks modes values naming programs precision plain disk container table statistics
+    moments ridge matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
     tap draw spaces labels ledger shadow untouched memory tensors hidden graphs copies parametrized
     computed singular calls
@@ -23,8 +23,9 @@ ORDER = """
     rows starts interpret
     twofold nesting occurrences known group places mapping verify analyze calibrate
     replay
-    correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made numbering
-    alike assemble opaque unfold bake targets
+    correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made spelling
+    numbering
+    likeness adopt alike assemble opaque unfold bake targets
     refit repair report notes zip retrace files
 """.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -9,29 +9,25 @@ Whether that computes what the model computed is checked on the example inputs.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
+from zipfx.adopt import Differs, Work, adopted
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
-from zipfx.graphs import GraphModule, plain
+from zipfx.graphs import plain
 from zipfx.interpret import describe
-from zipfx.modes import as_caller
-from zipfx.numbering import Numbers, Use, number
-from zipfx.precision import inexact, widened
-from zipfx.tensors import clone_tensors, leaves, map_tensors, named_tensors
-from zipfx.trace import EXPECTS, NOTES, SETS
-from zipfx.tree import Tree, plant, plant_unused
-from zipfx.untouched import untouched
-from zipfx.verify import Wide
+from zipfx.likeness import ambiguous, likened
+from zipfx.numbering import Numbers, number
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
 _EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
+
+
+NAMED = ("call_module", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def aligned(
     Raises:
         ZipError: they do not compute the same; the message names the last cut that works.
     """
-    odd = {k: m for k, m in enumerate(modules) if k and mismatch(modules[0], m, last) is not None}
+    odd = {k: m for k, m in enumerate(modules) if k and _is_odd(modules[0], m, last)}
     for k, module in odd.items():
         _check_inputs(modules[0], module, k)
     notes = [
@@ -68,17 +64,33 @@ def aligned(
     if not odd:
         return Aligned(list(modules), last, notes)
     ours = number(modules[0], inputs)
-    theirs = {k: number(m, inputs) for k, m in odd.items()}
-    work = _Alignment(modules, ours, theirs, partial)
+    theirs = {k: likened(modules[0], ours, m, inputs, last) for k, m in odd.items()}
+    work = _Alignment(modules, ours, theirs, partial, inputs)
     last, more = work.cut(last)
     work.check(last)
-    found, left = list(modules), number(modules[0], inputs, last)
-    for k in (k for k, m in odd.items() if mismatch(modules[0], m, last) is not None):
-        found[k], told = _adopted(modules, k, last, ours, theirs[k], left)
-        _check_same(found[k], modules[k], k, inputs)
+    found = list(modules)
+    for k, (module, told) in work.adopted(last).items():
+        found[k] = module
         notes += told
     notes += more
     return Aligned(found, last, notes)
+
+
+def _is_odd(first: fx.GraphModule, other: fx.GraphModule, last: int) -> bool:
+    return mismatch(first, other, last) is not None or bool(_swapped(first, other, last))
+
+
+def _swapped(first: fx.GraphModule, other: fx.GraphModule, last: int) -> list[tuple[str, str]]:
+    """Names that two models of one graph have in other places: the order in which branches are
+    evaluated may differ."""
+    pairs = [
+        (str(x.target), str(y.target))
+        for x, y in zip(first.graph.nodes, other.graph.nodes, strict=False)
+        if x.op in NAMED and y.op in NAMED
+    ]
+    ours, theirs = {x for x, _ in pairs}, {y for _, y in pairs}
+    count = sum(node.op in NAMED for node in list(first.graph.nodes)[: last + 1])
+    return [(x, y) for x, y in pairs[:count] if x != y and x in theirs and y in ours]
 
 
 def _check_inputs(first: fx.GraphModule, other: fx.GraphModule, k: int) -> None:
@@ -117,8 +129,10 @@ class _Alignment:
         ours: Numbers,
         theirs: Mapping[int, Numbers],
         partial: str | None,
+        inputs: Sequence[Any],
     ) -> None:
         self.modules, self.ours, self.theirs, self.partial = modules, ours, theirs, partial
+        self.inputs = inputs
         self.nodes = list(modules[0].graph.nodes)
         known = {k: {use.number for use in found.uses} for k, found in theirs.items()}
         #: the first node with a weight that a model does not use in this way
@@ -168,13 +182,60 @@ class _Alignment:
             if self.end[k] <= last or (whole and self.ours.gives[-1] != found.gives[-1]):
                 raise self._different(k, last)
 
+    def adopted(self, last: int) -> dict[int, tuple[fx.GraphModule, list[str]]]:
+        """The models that are to have the nodes of model 0 up to the cut, and notes.
+
+        Raises:
+            ZipError: they would not compute what they compute; it names a cut at which they do.
+        """
+        try:
+            return self._adopted(last)
+        except Differs as error:
+            works = self._last_that_works(last)
+            advice = f"the last cut that works is partial={works!r}" if works else "no cut works"
+            raise ZipError(f"{error}. Use one implementation for all, or {advice}") from None
+
+    def _adopted(self, last: int) -> dict[int, tuple[fx.GraphModule, list[str]]]:
+        first, found = self.modules[0], {}
+        left = number(first, self.inputs, last)
+        must = self._must_be_there(last)
+        for k, numbers in self.theirs.items():
+            why = mismatch(first, self.modules[k], last)
+            if why is None:
+                swapped = _swapped(first, self.modules[k], last)
+                if not self._are_apart(k, swapped, last):
+                    continue
+                why = f"{swapped[0][1]!r} comes where model 0 has {swapped[0][0]!r}"
+            work = Work(self.modules, k, last, self.ours, numbers, left, why)
+            found[k] = adopted(work, self.inputs, must)
+        return found
+
+    def _must_be_there(self, last: int) -> list[int]:
+        """The nodes of model 0 whose values every model must have: the cut, and what is read behind
+        it and depends on weights of like use, of which it is not sure yet which is which."""
+        at = {node: i for i, node in enumerate(self.nodes)}
+        doubtful = ambiguous(self.modules[0], self.ours)
+        return [
+            i
+            for i, node in enumerate(self.nodes[: last + 1])
+            if node.op not in ("placeholder", "get_attr")
+            and any(at[user] > last for user in node.users)
+            and (i == last or i in doubtful)
+        ]
+
+    def _are_apart(self, k: int, swapped: Sequence[tuple[str, str]], last: int) -> bool:
+        """Whether other weights correspond than those in the same places of the two graphs."""
+        other = {use.number: use.name for use in self.theirs[k].uses}
+        pairs = {(u.name, other.get(u.number, "")) for u in self.ours.uses if u.node <= last}
+        return any(_is_in(a, x) and not _is_in(b, y) for x, y in swapped for a, b in pairs)
+
     def _different(self, k: int, last: int) -> ZipError:
         theirs = list(self.modules[k].graph.nodes)
         known, mine = set(self.theirs[k].gives), set(self.ours.gives)
         x = next((i for i, v in enumerate(self.ours.gives[: last + 1]) if v not in known), last)
         y = next((i for i, v in enumerate(self.theirs[k].gives) if v not in mine), len(theirs) - 1)
         what = differing(self.modules[0], self.nodes[x], self.modules[k], theirs[y])
-        works = self._last_that_works()
+        works = self._last_that_works(last)
         advice = (
             f"Up to there they are alike: the last cut that works is partial={works!r}"
             if works
@@ -191,19 +252,29 @@ class _Alignment:
             f"{describe(theirs[y])} of model {k}: {what}. {advice}"
         )
 
-    def _last_that_works(self) -> str | None:
+    def _last_that_works(self, last: int) -> str | None:
         """The outermost module of model 0 that ends last among those that could be the cut."""
-        first = min(self.end.values())
-        if not any(use.node < first for use in self.ours.uses):
-            return None
+        first = min(last, *self.end.values())
         ends: dict[str, int] = {}
         for i, node in enumerate(self.nodes):
             ends.update({path: i for path in module_paths(node) if path})
-        start = min(use.node for use in self.ours.uses)
-        fine = {path: end for path, end in ends.items() if start <= end < first}
-        latest = max(fine.values(), default=None)
-        paths = [path for path, end in fine.items() if end == latest]
-        return min(paths, key=lambda path: path.count("."), default=None)
+        start = min((use.node for use in self.ours.uses), default=last)
+        for end in sorted({end for end in ends.values() if start <= end < first}, reverse=True):
+            if self._works(end):
+                paths = [path for path, found in ends.items() if found == end]
+                return min(paths, key=lambda path: path.count("."))
+        return None
+
+    def _works(self, end: int) -> bool:
+        try:
+            self._adopted(end)
+        except (Differs, ZipError):
+            return False
+        return True
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name == plain(path) or name.startswith(f"{plain(path)}.")
 
 
 def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
@@ -218,174 +289,3 @@ def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
             f"the cut after {work.partial!r} of model 0 lies inside {work.partial!r} of model {k}"
         ]
     return []
-
-
-# ------------------------------------------------------------------ the graph of the first model
-def _adopted(
-    modules: Sequence[fx.GraphModule],
-    k: int,
-    last: int,
-    ours: Numbers,
-    theirs: Numbers,
-    left: Numbers,
-) -> tuple[fx.GraphModule, list[str]]:
-    """Model k with the nodes and modules of the first model up to the cut, and notes."""
-    first, own = modules[0], modules[k]
-    weights, told = _weights(first, own, last, ours, theirs, k)
-    named = named_tensors(first)
-    adopted = {id(named[name]): t for name, t in weights.items()}
-    nodes = list(first.graph.nodes)
-    whole = last == len(nodes) - 1
-    trunk = Tree(first, lambda _, t: adopted.get(id(t), t.detach()))
-    plant(trunk, nodes[: last + 1])
-    if whole:
-        plant_unused(trunk, first, whole=True)
-        root, graph = trunk.root, copy.deepcopy(first.graph)
-    else:
-        root, graph = _with_head(nodes[: last + 1], trunk.root, own, theirs, left)
-    module = GraphModule(root, graph, type(own).__name__)
-    module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
-    module.eval()
-    module.graph.lint()
-    note = (
-        f"model {k} is written differently from model 0 ({mismatch(first, own, last)}), and "
-        "computes the same up to the cut: there it has the modules of model 0, with its own weights"
-    )
-    return module, [note, *told]
-
-
-def _weights(
-    first: fx.GraphModule, own: fx.GraphModule, last: int, ours: Numbers, theirs: Numbers, k: int
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights of model k under the names, and in the layout, of the first model."""
-    target, source = named_tensors(first), named_tensors(own)
-    uses = {use.number: use for use in theirs.uses}
-    found: dict[str, Tensor] = {}
-    covered: dict[str, int] = {}
-    origin: dict[str, Use] = {}
-    for use in (u for u in ours.uses if u.node <= last):
-        other = uses[use.number]
-        origin.setdefault(use.name, other)
-        new = found.setdefault(use.name, torch.empty_like(target[use.name]).detach())
-        _window(new, use).copy_(_window(source[other.name].detach(), other))
-        covered[use.name] = covered.get(use.name, 0) + _window(new, use).numel()
-    for name, count in covered.items():
-        if count != target[name].numel():
-            raise ZipError(
-                f"models 0 and {k} are written differently, and of {name!r} of model 0 only "
-                f"{count} of {target[name].numel()} entries are used: it can not be told which "
-                "weights correspond"
-            )
-    changed = []
-    for name, (eps, scale) in ours.eps.items():
-        if name in origin:
-            theirs_eps = theirs.eps[origin[name].name][0]
-            if theirs_eps != eps:
-                _fold_eps(found, name, scale, theirs_eps, eps)
-                changed.append((theirs_eps, eps))
-    told = [
-        f"BatchNorm's eps is {a:g} in model {k} and {b:g} in model 0, in {changed.count((a, b))} "
-        "layers: made up for in the statistics"
-        for a, b in dict.fromkeys(changed)
-    ]
-    return found, told
-
-
-def _window(t: Tensor, use: Use) -> Tensor:
-    size, stride, offset = use.window
-    return t.as_strided(size, stride, int(t.storage_offset()) + offset)
-
-
-def _fold_eps(
-    found: dict[str, Tensor], name: str, scale: str | None, theirs: float, ours: float
-) -> None:
-    """Make a norm with another eps compute the same: in its variance, or, where that would become
-    negative, in its weight."""
-    variance = found[name].double()
-    if bool((variance + theirs - ours >= 0).all()):
-        found[name].copy_(variance + theirs - ours)
-    elif scale is not None and scale in found:
-        found[scale].mul_(((variance + ours) / (variance + theirs)).sqrt().to(found[scale].dtype))
-    else:
-        raise ZipError(
-            f"the eps of a BatchNorm ({name!r} of model 0) is {ours:g}, in another model "
-            f"{theirs:g}, and its variance is too small to make up for that: set both to one eps"
-        )
-
-
-def _with_head(
-    trunk_nodes: Sequence[fx.Node],
-    trunk: nn.Module,
-    own: fx.GraphModule,
-    theirs: Numbers,
-    left: Numbers,
-) -> tuple[nn.Module, fx.Graph]:
-    """The trunk of the first model, and what of a model's own graph is not in it."""
-    graph, copies = fx.Graph(), dict[int, fx.Node]()
-    seen: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(trunk_nodes):
-        copies[i] = seen[node] = graph.node_copy(node, seen.__getitem__)
-        if node.op in ("call_module", "get_attr"):
-            copies[i].target = f"{TRUNK}.{plain(str(node.target))}"
-    given = {value: i for i, value in left.left.items() if trunk_nodes[i].op != "get_attr"}
-    inputs = [n for n in trunk_nodes if n.op == "placeholder"]
-    nodes = list(own.graph.nodes)
-    at = {node: i for i, node in enumerate(nodes)}
-    needed, stack = {len(nodes) - 1}, [len(nodes) - 1]
-    crossing: dict[tuple[int, int], int] = {}
-    while stack:
-        i = stack.pop()
-        for source in nodes[i].all_input_nodes:
-            j = at[source]
-            value = theirs.reads[i][j]
-            tensors = any(isinstance(part, tuple) for part in value)
-            if tensors and value in given and source.op != "get_attr":
-                crossing[i, j] = given[value]
-            elif source.op == "placeholder":
-                ours = [n.op for n in nodes[: j + 1]].count("placeholder") - 1
-                crossing[i, j] = trunk_nodes.index(inputs[ours])
-            elif j not in needed:
-                needed.add(j)
-                stack.append(j)
-    head = [nodes[i] for i in sorted(needed)]
-    tree = Tree(own, lambda _, t: t.detach())
-    plant(tree, head)
-    plant_unused(tree, own)
-    tree.root.add_module(TRUNK, trunk)
-    made: dict[int, fx.Node] = {}
-
-    def mapped(i: int) -> Callable[[fx.Node], fx.Node]:
-        return lambda n: copies[crossing[i, at[n]]] if (i, at[n]) in crossing else made[at[n]]
-
-    for node in head:
-        made[at[node]] = graph.node_copy(node, mapped(at[node]))
-    return tree.root, graph
-
-
-def _check_same(new: fx.GraphModule, old: fx.GraphModule, k: int, inputs: Sequence[Any]) -> None:
-    """Check that a model computes what it computed, on the example inputs."""
-    try:
-        found = [_run(m, inputs, torch.float64) for m in (new, old)]
-        bound = _EXACT
-    except Exception:  # it asks for its own dtype
-        found, bound = [_run(m, inputs, None) for m in (new, old)], _CLOSE
-    for a, b in zip(*found, strict=True):
-        gap = float((a - b).abs().max()) if a.numel() else 0.0
-        if a.shape != b.shape or not gap <= bound * max(float(b.abs().max()), 1e-30):
-            raise ZipError(
-                f"models 0 and {k} are written differently, and the weights of model {k} in the "
-                "graph of model 0 do not compute the same; use one implementation for both"
-            )
-
-
-def _run(module: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor]:
-    """The output's tensors, in float64."""
-    wide, given = module, clone_tensors(tuple(inputs))
-    if dtype is not None:
-        wide, given = copy.deepcopy(module), map_tensors(widened, given)
-        for t in (*wide.parameters(), *wide.buffers()):  # `to` would drop imaginary parts
-            t.data = widened(t.data)
-    with torch.no_grad(), untouched(named_tensors(wide).values()), as_caller(), Wide(dtype):
-        result = fx.Interpreter(wide).run(*given)
-    tensors = [t for t in leaves(result) if isinstance(t, Tensor)]
-    return [widened(t) if inexact(t) else t.double() for t in tensors]

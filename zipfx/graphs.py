@@ -307,7 +307,7 @@ def hidden_names(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules(remove_duplicate=False)
-        if not isinstance(module, torch.jit.ScriptModule)
+        if not isinstance(module, torch.jit.ScriptModule)  # which has other things in their place
         for kind in _KINDS
         for name in vars(module).get(kind, ())
         if hasattr(nn.Module, name)

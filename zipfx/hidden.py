@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zipfx.checks import module as as_module
 from zipfx.errors import ZipError
+from zipfx.programs import dialect, program
 from zipfx.tensors import named_tensors
 
 _BASE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _DEPTH = 6  # of what is described
+CODE = "code of "  # how the names of digests begin, which hold for one version of Python or torch
 _SCRIPTED: tuple[type, ...] = (torch.ScriptObject, torch._C.ScriptFunction)
 _ORDINARY = [
     getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
@@ -164,20 +166,35 @@ def _captured(function: Any) -> list[Any]:
 def attributes(module: nn.Module, *, tensors: bool = True) -> dict[str, str]:
     """What a module and its children hold besides weights, buffers and modules, as text by path.
 
-    Of torch's own modules the public attributes, from which the others follow; tensors: whether
-    those that are attributes count.
+    Of torch's own modules the public attributes, from which the others follow; of what can be run,
+    the digest of its code as well. tensors: whether those that are attributes count.
 
     >>> attributes(nn.Dropout(0.25))
     {'p': '0.25', 'inplace': 'False'}
     """
-    return {
-        f"{path}.{key}".lstrip("."): as_text(value)
-        for path, m in module.named_modules()
-        for key, value in vars(m).items()
-        if key not in _BASE
-        and not (key.startswith("_") and _is_of_torch(m))
-        and (tensors or not isinstance(value, Tensor))
-    }
+    found = {}
+    for path, m in module.named_modules():
+        whole = isinstance(m, (torch.jit.ScriptModule, fx.GraphModule))
+        found.update(code_of(f"{path}.forward".lstrip("."), m if whole else type(m)))
+        # what a script holds is part of its code
+        for key, value in () if isinstance(m, torch.jit.ScriptModule) else vars(m).items():
+            idle = key in _BASE or (key.startswith("_") and _is_of_torch(m))
+            if not idle and (tensors or not isinstance(value, Tensor)):
+                name = f"{path}.{key}".lstrip(".")
+                found[name] = as_text(value)
+                found.update(code_of(name, value))
+    return found
+
+
+def code_of(name: str, value: Any) -> dict[str, str]:
+    """The digest of what a value can run, under a name that says in what it is written: digests of
+    different dialects are of different things.
+
+    >>> code_of("act", torch.relu)
+    {}
+    """
+    digest = program(value, as_text)
+    return {} if digest is None else {f"{CODE}{name} ({dialect(value)})": digest}
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -218,6 +235,8 @@ def _digest(value: Any) -> str:
     t = torch.as_tensor(value) if isinstance(value, Tensor) or value.dtype != object else None
     if t is None:
         return f"array{value.shape}"
+    if t.is_meta:
+        return f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}"
     data = t.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     return f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} {digest}"

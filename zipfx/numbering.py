@@ -5,12 +5,14 @@ settings, made them of the same inputs.  Here a number belongs to every element 
 that views and writes in place need no care, and what only changes the shape or the layout changes
 nothing.  Operations are those of aten, in eval mode: a module or a function, in place or not, makes
 no difference, nor do dropout or an identity, which are none there.  A weight is known by its first
-use: the weights of two models that are used alike correspond.
+use: the weights of two models that are used alike correspond.  Several whose first uses are of one
+kind (gate and value, or query, key and value) are told apart by ranks; by default those of their
+order (`likeness` finds better ones).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,29 +27,28 @@ from torch.utils._pytree import tree_leaves
 from zipfx.copies import alias
 from zipfx.labels import Hashes, mix
 from zipfx.modes import as_caller, as_library
+from zipfx.spelling import (
+    COMMUTATIVE,
+    SAME,
+    given_to,
+    has_tensors,
+    ignored,
+    in_one_form,
+    is_view,
+    name_of,
+)
 from zipfx.tap import decomposed
 from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.untouched import Guard, declared
 
 aten: Any = torch.ops.aten
-Number = tuple[
-    int, tuple[int, ...]
-]  # of a tensor: a digest of those of its elements, and its shape
+#: of a tensor: a digest of those of its elements, and its shape
+Number = tuple[int, tuple[int, ...]]
 Value = tuple[Any, ...]  # of what a node computes: the numbers of its tensors, other things as text
+Window = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
+#: by kind of a first use, the rank of each (name of a tensor, window into it)
+Ranks = Mapping[int, Mapping[tuple[str, Window], int]]
 
-#: results are their first argument, but for shape, layout, or nothing at all
-_SAME = "clone lift_fresh lift_fresh_copy lift contiguous alias detach _reshape_copy".split()
-#: arguments that make no difference to what is computed
-_IDLE = frozenset(
-    "memory_format layout device pin_memory keepdim non_blocking copy benchmark deterministic "
-    "allow_tf32".split()
-)
-#: and those of a BatchNorm in eval mode; its eps can be made up for
-_OF_BATCH_NORM = frozenset(
-    "eps epsilon momentum exponential_average_factor training cudnn_enabled".split()
-)
-_COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
-_REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -62,13 +63,19 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class Use:
-    """The first use of a part of a tensor of the model: the window into it (size, strides, offset
-    from its first element), the number of the use, and the index of the node."""
+    """The first use of a part of a tensor of the model: the window into it, the number of the use,
+    the index of the node; of which kind it is, and its rank among those of that kind."""
 
     name: str
-    window: tuple[tuple[int, ...], tuple[int, ...], int]
+    window: Window
     number: int
     node: int
+    kind: int
+    rank: int
+
+    @property
+    def part(self) -> tuple[str, Window]:
+        return self.name, self.window
 
 
 @dataclass
@@ -87,8 +94,15 @@ class Numbers:
     eps: dict[str, tuple[float, str | None]] = field(default_factory=dict)
 
 
-def number(module: fx.GraphModule, inputs: Sequence[Any], last: int | None = None) -> Numbers:
+def number(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    last: int | None = None,
+    ranks: Ranks | None = None,
+) -> Numbers:
     """Number the values of a traced model up to node `last` (default: all).
+
+    ranks: of weights whose first uses are of one kind; others are ranked by their order.
 
     >>> from torch import nn
     >>> one, other = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), nn.Linear(3, 2)
@@ -106,7 +120,7 @@ def number(module: fx.GraphModule, inputs: Sequence[Any], last: int | None = Non
     (['0.weight', '0.bias'], ['f.weight', 'f.bias'])
     """
     twin = alias(module)
-    mode = _Mode(named_tensors(twin), constant_names(module))
+    mode = _Mode(named_tensors(twin), constant_names(module), ranks or {})
     guard = Guard(named_tensors(twin).values())
     runner = _Runner(twin, module.graph, mode, guard, last)
     try:
@@ -158,14 +172,15 @@ class _Runner(fx.Interpreter):
 class _Mode(TorchDispatchMode):
     """Numbers every element of every storage while operations run."""
 
-    def __init__(self, named: Mapping[str, Tensor], constants: Iterable[str]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], constants: Iterable[str], ranks: Ranks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ranks = ranks
         self.numbers = Numbers()
         self.storages: dict[int, _Numbered] = {}
         self.owners = {_key(t): name for name, t in named.items()}
         self.offsets = {name: int(t.storage_offset()) for name, t in named.items()}
         self.constant: set[int] = set()  # storages that are known by their values
-        self.seen: Counter[int] = Counter()
+        self.taken: dict[int, set[int]] = {}  # ranks, by kind
         self.most = 64
         for name, t in named.items():
             if name in constants or not (t.is_floating_point() or t.is_complex()):
@@ -253,10 +268,10 @@ class _Mode(TorchDispatchMode):
     def _about(self, func: Any, args: Any, kwargs: Any) -> tuple[int, bool, Hashes | None]:
         """The number of a call, before it writes to anything; whether all that it reads are
         constants; and the numbers of its first operand."""
-        given = _given(func, args, kwargs)
+        given = given_to(func, args, kwargs)
         tensors = [t for t in tree_leaves(list(given.values())) if isinstance(t, Tensor)]
         written = {id(t) for t in declared(func, args, kwargs)}
-        name = _name(func)
+        name = name_of(func)
         self._note_eps(name, given)
         constant = all(_key(t) in self.constant for t in tensors)
         shapes = {tuple(t.shape) for t in tensors}
@@ -265,21 +280,22 @@ class _Mode(TorchDispatchMode):
         parts: list[tuple[str, Any]] = []
         # weights that nothing was known of are numbered by this use, after all else
         for key, value in given.items():
-            if not _is_tensors(value) and key not in _ignored(name):
-                parts.append((key, _plain(key, value, tensors, name)))
+            if not has_tensors(value) and key not in ignored(name):
+                parts.append((key, in_one_form(key, value, tensors, name)))
         known = [t for t in tensors if not self._is_new(t)]
         first = _hash(name, tuple(parts), tuple(self.digest(t) for t in known))
-        for i, t in enumerate(tensors):
+        for i, t in enumerate(() if is_view(func) else tensors):
             if self._is_new(t) and not (overwrites and id(t) in written):
-                self._first_use(t, _hash(first, i, tuple(t.shape)))
+                # of one call, the first weight says which others it comes with
+                first = self._first_use(t, _hash(first, i, tuple(t.shape)))
         operands: list[Any] = []
-        for value in (v for v in given.values() if _is_tensors(v)):
+        for value in (v for v in given.values() if has_tensors(v)):
             for t in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
                 if not (overwrites and id(t) in written):
                     operands.append(self.digest(t) if plain else (self.digest(t), tuple(t.shape)))
-        if name in _COMMUTATIVE and len(operands) == 2 and given.get("alpha", 1) == 1:
+        if name in COMMUTATIVE and len(operands) == 2 and given.get("alpha", 1) == 1:
             operands.sort(key=str)
-        head = self.window(tensors[0]) if name in (*_SAME, "_to_copy") and tensors else None
+        head = self.window(tensors[0]) if name in (*SAME, "_to_copy") and tensors else None
         number = _hash(name, tuple(parts), tuple(operands))
         return number, constant, None if head is None else head.copy()
 
@@ -298,10 +314,8 @@ class _Mode(TorchDispatchMode):
         storages = {_key(t) for t in tensors}
         fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         fresh = [t for t in fresh if _key(t) not in storages]
-        name = _name(func)
-        same = name in _SAME or (
-            name == "_to_copy" and fresh and fresh[0].dtype == tensors[0].dtype
-        )
+        name = name_of(func)
+        same = name in SAME or (name == "_to_copy" and fresh and fresh[0].dtype == tensors[0].dtype)
         for i, t in enumerate([*fresh, *written]):
             if constant and torch.Tag.nondeterministic_seeded not in func.tags:
                 self.constant.discard(_key(t))
@@ -325,14 +339,21 @@ class _Mode(TorchDispatchMode):
         window = self.window(t)
         return window is not None and not window.any()
 
-    def _first_use(self, t: Tensor, number: int) -> None:
-        self.seen[number] += 1  # several of the same kind are told apart by their order
-        number = _hash(number, self.seen[number])
-        self.fill(t, number)
+    def _first_use(self, t: Tensor, kind: int) -> int:
+        shape = [1 if step == 0 else n for n, step in zip(t.shape, t.stride(), strict=True)]
+        t = t.as_strided(shape, t.stride())  # without repetitions
         name = self.owners[_key(t)]
         offset = int(t.storage_offset()) - self.offsets[name]
         window = tuple(t.shape), tuple(t.stride()), offset
-        self.numbers.uses.append(Use(name, window, number, len(self.numbers.gives)))
+        given, taken = self.ranks.get(kind, {}), self.taken.setdefault(kind, set())
+        rank = given.get((name, window), 0)
+        if not rank or rank in taken:
+            rank = next(r for r in itertools.count(1) if r not in taken | {*given.values()})
+        taken.add(rank)
+        number = _hash(kind, rank)
+        self.fill(t, number)
+        self.numbers.uses.append(Use(name, window, number, len(self.numbers.gives), kind, rank))
+        return number
 
     def _note_eps(self, name: str, given: Mapping[str, Any]) -> None:
         variance = given.get("running_var")
@@ -357,42 +378,3 @@ def _blank(t: Tensor) -> _Numbered:
     storage = t.untyped_storage()
     count = storage.nbytes() // t.itemsize
     return _Numbered(StorageWeakRef(storage), t.itemsize, np.zeros(count, np.uint64))
-
-
-def _given(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an aten call by name, defaults included."""
-    given = {
-        a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
-        for i, a in enumerate(func._schema.arguments)
-    }
-    if "kernel_size" in given and not given.get("stride", True):  # of a pooling: as the kernel
-        given["stride"] = given["kernel_size"]
-    return given
-
-
-def _name(func: Any) -> str:
-    """What an operation does, in place or not."""
-    name = str(func._schema.name).rpartition("::")[2]
-    if "batch_norm" in name:
-        return "batch_norm"
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
-
-
-def _ignored(name: str) -> frozenset[str]:
-    return _IDLE | _OF_BATCH_NORM if name == "batch_norm" else _IDLE
-
-
-def _is_tensors(value: Any) -> bool:
-    return any(isinstance(t, Tensor) for t in tree_leaves(value))
-
-
-def _plain(key: str, value: Any, tensors: Sequence[Tensor], name: str) -> Any:
-    """A setting, in one form."""
-    if isinstance(value, (list, tuple)):
-        found = tuple(_plain(key, v, tensors, name) for v in value)
-        return tuple(sorted(found)) if key == "dim" and name in _REDUCTIONS else found
-    if key.startswith("dim") and isinstance(value, int) and tensors and tensors[0].ndim:
-        return value % tensors[0].ndim
-    if isinstance(value, torch.dtype):
-        return None if tensors and tensors[0].dtype == value else str(value)
-    return value if isinstance(value, (bool, int, float, complex, str, type(None))) else repr(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from zipfx.errors import ZipError, first_line
-from zipfx.hidden import attributes
+from zipfx.hidden import CODE, attributes
 from zipfx.naming import without_addresses
 
 LIST = "parametrizations"  # torch's name for the child that holds them
@@ -37,7 +37,8 @@ def how_computed(model: nn.Module) -> dict[str, str]:
     found = {}
     for path, name, how in own_parametrizations(model):
         kinds = ", ".join(type(m).__qualname__ for m in how.modules())
-        settings = sorted(attributes(how, tensors=False).items())
+        known = attributes(how, tensors=False).items()
+        settings = sorted((key, text) for key, text in known if not key.startswith(CODE))
         found[f"{path}.{name}".lstrip(".")] = without_addresses(f"{kinds}: {settings}")
     return found
 

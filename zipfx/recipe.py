@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from zipfx.calls import EXPECTATIONS
 from zipfx.errors import ZipError
 from zipfx.graphs import attribute, plain
-from zipfx.hidden import attributes
+from zipfx.hidden import attributes, code_of
 from zipfx.naming import name_of_callable, without_addresses
 from zipfx.parametrized import is_computing, plain_class, tensor_of
 from zipfx.rewrite import (
@@ -145,7 +145,7 @@ def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:
         target = target.removeprefix(f"{HEADS}.{part}.")
     text = _text((node.args, node.kwargs))
     if node.op not in NAMED:
-        return Does(node.op, target, text)
+        return Does(node.op, target, text, settings=code_of(target, node.target) or None)
     try:
         leaf = attribute(module, str(node.target))
     except AttributeError as error:
@@ -168,7 +168,9 @@ def patched(module: nn.Module) -> dict[str, str]:
     return {
         name: name_of_callable(getattr(value, "__func__", value))
         for name, value in vars(module).items()
-        if callable(value) and callable(getattr(type(module), name, None))
+        if callable(value)
+        and callable(getattr(type(module), name, None))
+        and not isinstance(module, torch.jit.ScriptModule)  # which keeps its methods so
     }
 
 

@@ -298,6 +298,8 @@ def _put_back(
     """Give what forward has set while it was traced its value of before; the names of it."""
     found = []
     for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # which keeps methods that were looked up
+            continue
         before = attributes.get(path, {})
         for kind, entries in _attributes(module).items():
             known: dict[str, Any] = before.get(kind, {})
