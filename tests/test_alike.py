@@ -342,6 +342,28 @@ def test_what_is_computed_counts_more_than_names(order: str, names: str) -> None
             assert error(expected, output) < EXACT
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (12, 8), (6, 8)])
+def test_a_weight_may_be_either_summand(shape: tuple[int, int]) -> None:
+    """Repeated, cut out, or as it is."""
+
+    class Placed(nn.Module):
+        def __init__(self, first: bool) -> None:
+            super().__init__()
+            self.first, self.place = first, nn.Parameter(torch.randn(shape))
+            self.a, self.h = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, place = self.a(x), self.place
+            place = place.expand(6, 8) if shape[0] == 1 else place[:6] if shape[0] > 6 else place
+            return self.h(torch.relu(place + y if self.first else y + place))
+
+    models = [Placed(True).double().eval(), Placed(False).double().eval()]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(4, 6, 8).double()
+    merged = merge(models, [(x,)] * 2, matcher="permute")
+    assert error(run(models[0], (x,)), run(merged, (x,))) < EXACT
+
+
 def test_what_the_trunk_hands_over_must_be_computed_in_each_model() -> None:
     """Else its head would do without the trunk, which would be the average of strangers."""
 

@@ -276,6 +276,7 @@ class _Mode(TorchDispatchMode):
         constant = all(_key(t) in self.constant for t in tensors)
         shapes = {tuple(t.shape) for t in tensors}
         plain = torch.Tag.pointwise in func.tags and len(shapes) == 1
+        commutes = name in COMMUTATIVE and len(tensors) == 2 and given.get("alpha", 1) == 1
         overwrites = name in ("copy", "fill", "zero", "uniform", "normal")
         parts: list[tuple[str, Any]] = []
         # weights that nothing was known of are numbered by this use, after all else
@@ -287,13 +288,14 @@ class _Mode(TorchDispatchMode):
         for i, t in enumerate(() if is_view(func) else tensors):
             if self._is_new(t) and not (overwrites and id(t) in written):
                 # of one call, the first weight says which others it comes with
-                first = self._first_use(t, _hash(first, i, tuple(t.shape)))
+                place = 0 if commutes else i
+                first = self._first_use(t, _hash(first, place, tuple(t.shape)))
         operands: list[Any] = []
         for value in (v for v in given.values() if has_tensors(v)):
             for t in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
                 if not (overwrites and id(t) in written):
                     operands.append(self.digest(t) if plain else (self.digest(t), tuple(t.shape)))
-        if name in COMMUTATIVE and len(operands) == 2 and given.get("alpha", 1) == 1:
+        if commutes:
             operands.sort(key=str)
         head = self.window(tensors[0]) if name in (*SAME, "_to_copy") and tensors else None
         number = _hash(name, tuple(parts), tuple(operands))
