@@ -241,11 +241,11 @@ def check(example: Example) -> Outcome:
     try:
         LAWS[example.law](Case(net, model, x, expected, spaces, cut))
     except zipfx.ZipError as why:
+        if isinstance(why.__cause__, AmbiguousError):  # of the matcher
+            return _outcome(model, spaces, "ambiguous")
         if cut is None or "choose another module for partial=" not in str(why):
             raise
         refused = "cut"
-    except AmbiguousError:
-        refused = "ambiguous"
     return _outcome(model, spaces, refused)
 
 
