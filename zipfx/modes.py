@@ -201,7 +201,8 @@ def _full_precision() -> Iterator[None]:
 @contextmanager
 def _with_small_numbers() -> Iterator[None]:
     """Numbers below the normal ones are what they are, and not taken for zero."""
-    smallest = torch.full((1,), torch.finfo(torch.float64).tiny, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    smallest = torch.full((1,), tiny, dtype=torch.float64, device="cpu")
     flushed = not bool((smallest / 4).any())
     if flushed:
         torch.set_flush_denormal(False)

@@ -117,7 +117,7 @@ def number(
     >>> found[0].gives[-1] == found[1].gives[-1]
     True
     >>> [u.name for u in found[0].uses], [u.name for u in found[1].uses]
-    (['0.weight', '0.bias'], ['f.weight', 'f.bias'])
+    (['0.bias', '0.weight'], ['f.bias', 'f.weight'])
     """
     twin = alias(module)
     mode = _Mode(named_tensors(twin), constant_names(module), ranks or {})

@@ -45,7 +45,7 @@ def program(value: Any, text: Text) -> str | None:
 
     text: describes other values.
 
-    >>> def times(k): return lambda x: k * x
+    >>> times = eval("lambda k: lambda x: k * x", {"__name__": "a module of the caller's"})
     >>> program(times(2), repr) == program(times(2), repr) != program(times(3), repr)
     True
     >>> program(torch.relu, repr), program(3, repr)
