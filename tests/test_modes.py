@@ -121,7 +121,8 @@ def coarse_products() -> Iterator[None]:
 
 
 def flushes() -> bool:
-    return not bool((torch.full((1,), torch.finfo(torch.float32).tiny) / 4).any())
+    tiny = torch.full((1,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
+    return not bool((tiny / 4).any())
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
