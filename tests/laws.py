@@ -20,6 +20,12 @@ from zipfx.trace import trace
 EXACT = 1e-12  # relative, float64
 
 
+def notes(merged: nn.Module, start: str) -> list[str]:
+    """What the report of a merge says that begins like this."""
+    report: Any = merged.meta["zipfx"]
+    return [note for note in report.notes if note.startswith(start)]
+
+
 @torch.no_grad()
 def run(model: nn.Module, inputs: Sequence[Any]) -> Any:
     """The model's output; it may write into its inputs."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import error
+from laws import error, notes
 from torch import Tensor, nn
 
 import zipfx
@@ -161,11 +161,6 @@ def strangers(kind: Callable[[int, int], nn.Module]) -> list[nn.Module]:
 
 def data(n: int = 4) -> list[Tensor]:
     return [torch.randn(64, 6, generator=torch.Generator().manual_seed(k)) for k in range(n)]
-
-
-def notes(merged: nn.Module, start: str) -> list[str]:
-    report: Any = merged.meta["zipfx"]
-    return [n for n in report.notes if n.startswith(start)]
 
 
 def off(merged: nn.Module, models: list[nn.Module], x: Tensor) -> float:

@@ -14,7 +14,7 @@ ORDER = """
     errors checks modes values naming programs precision plain disk container table statistics
     moments ridge matrices match.protocol match.identity match.permute match.greedy
     match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger shadow untouched memory tensors hidden graphs copies parametrized
+    tap draw spaces labels ledger memory shadow untouched tensors hidden graphs copies parametrized
     computed singular calls
     tracers
     example tidy flat trace standins layers

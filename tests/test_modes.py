@@ -55,30 +55,17 @@ class Counting(TorchDispatchMode):
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
+def setting(put: Callable[[Any], object], wanted: Any, usual: Any) -> Iterator[None]:
+    """What is set for all of torch, and what it is afterwards."""
+    put(wanted)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        put(usual)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return setting(torch.set_default_dtype, dtype, torch.float32)
 
 
 @contextmanager
@@ -93,33 +80,6 @@ def global_hook() -> Iterator[None]:
         handle.remove()
 
 
-@contextmanager
-def swapping() -> Iterator[None]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@contextmanager
-def flushing() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def coarse_products() -> Iterator[None]:
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 def flushes() -> bool:
     tiny = torch.full((1,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return not bool((tiny / 4).any())
@@ -132,18 +92,20 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "default float64": lambda: default_dtype(torch.float64),
     "default bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default device": lambda: default_device("meta"),
+    "default device": lambda: setting(torch.set_default_device, "meta", None),
     "device context": lambda: torch.device("meta"),
-    "deterministic": deterministic,
+    "deterministic": lambda: setting(torch.use_deterministic_algorithms, True, False),
     "function mode": Ignoring,
     "dispatch mode": Counting,
     "counting flops": lambda: FlopCounterMode(display=False),
     "hook on all modules": global_hook,
     "cached parametrizations": torch.nn.utils.parametrize.cached,
     "anomaly detection": torch.autograd.detect_anomaly,
-    "parameters are swapped": swapping,
-    "small numbers are nothing": flushing,
-    "coarse products": coarse_products,
+    "parameters are swapped": lambda: setting(
+        torch.__future__.set_swap_module_params_on_conversion, True, False
+    ),
+    "small numbers are nothing": lambda: setting(torch.set_flush_denormal, True, False),
+    "coarse products": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "numpy raises": lambda: np.errstate(all="raise"),
     "saved tensors hooks": lambda: torch.autograd.graph.saved_tensors_hooks(str, str),
 }

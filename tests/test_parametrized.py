@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import error
+from laws import error, notes
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations as known
 from torch.nn.utils import parametrize
@@ -159,10 +159,6 @@ def folded(model: nn.Module) -> nn.Module:
 def merge(models: list[nn.Module], **settings: Any) -> Any:
     batches = data(next(models[0].parameters()).dtype)
     return zipfx.zip(models, batches, progress=False, **settings)
-
-
-def notes(merged: Any, start: str) -> list[str]:
-    return [n for n in merged.meta["zipfx"].notes if n.startswith(start)]
 
 
 def off(merged: nn.Module, models: list[nn.Module]) -> float:

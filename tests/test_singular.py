@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import error
+from laws import error, notes
 from torch import Tensor, nn
 
 import zipfx
@@ -82,10 +82,6 @@ def net(kind: type[Normed], seed: int) -> Any:
 
 def images() -> list[Tensor]:
     return [torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
-
-
-def notes(merged: Any, start: str) -> list[str]:
-    return [n for n in merged.meta["zipfx"].notes if n.startswith(start)]
 
 
 def norm(layer: Any) -> float:

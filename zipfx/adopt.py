@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError
-from zipfx.graphs import GraphModule, plain
+from zipfx.graphs import NAMED, GraphModule, plain
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.numbering import Numbers, Use
@@ -181,7 +181,7 @@ def _with_head(
     seen: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(trunk_nodes):
         copies[i] = seen[node] = graph.node_copy(node, seen.__getitem__)
-        if node.op in ("call_module", "get_attr"):
+        if node.op in NAMED:
             copies[i].target = f"{TRUNK}.{plain(str(node.target))}"
     given = {value: i for i, value in left.left.items() if trunk_nodes[i].op != "get_attr"}
     inputs = [n for n in trunk_nodes if n.op == "placeholder"]
@@ -268,10 +268,11 @@ class _AtCut:
         self.last, self.places = last, places
         self.values: dict[int, list[Tensor]] = {}
 
-    def __call__(self, index: int, env: Mapping[int, Any]) -> None:
+    def __call__(self, index: int, env: Mapping[fx.Node, Any]) -> None:
         if index == self.last:
+            values = list(env.values())  # of the nodes that have run, in their order
             for i in self.places:
-                found = [t for t in leaves(env[i]) if isinstance(t, Tensor)]
+                found = [t for t in leaves(values[i]) if isinstance(t, Tensor)]
                 self.values[i] = [t.clone() for t in found if t.numel()]
 
 
@@ -325,7 +326,7 @@ def _run(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     dtype: torch.dtype | None,
-    after: Callable[[int, Mapping[int, Any]], None] | None = None,
+    after: Callable[[int, Mapping[fx.Node, Any]], None] | None = None,
     exact: Mapping[int, Tensor] | None = None,
 ) -> list[Tensor]:
     """The output's tensors, in float64; after: called when a node has run."""
@@ -342,7 +343,7 @@ def _run(
 
 class _Runner(fx.Interpreter):
     def __init__(
-        self, module: fx.GraphModule, after: Callable[[int, Mapping[int, Any]], None] | None
+        self, module: fx.GraphModule, after: Callable[[int, Mapping[fx.Node, Any]], None] | None
     ) -> None:
         super().__init__(module, garbage_collect_values=after is None)
         self.extra_traceback = False
@@ -354,8 +355,8 @@ class _Runner(fx.Interpreter):
         with decomposed(leaf):
             result = super().run_node(n)
         if self.after is not None:
-            env = {self.at[m]: value for m, value in self.env.items()}
-            self.after(self.at[n], {**env, self.at[n]: result})
+            self.env[n] = result
+            self.after(self.at[n], self.env)
         return result
 
 

@@ -18,16 +18,10 @@ from torch import fx
 from zipfx.adopt import Differs, Work, adopted
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
-from zipfx.graphs import plain
+from zipfx.graphs import NAMED, plain
 from zipfx.interpret import describe
 from zipfx.likeness import ambiguous, likened
 from zipfx.numbering import Numbers, number
-
-TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
-_EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype
-
-
-NAMED = ("call_module", "get_attr")
 
 
 @dataclass(frozen=True)

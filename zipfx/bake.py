@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
 from zipfx.correspond import module_paths
-from zipfx.graphs import attribute
-from zipfx.memory import is_dense, span
+from zipfx.graphs import NAMED, attribute
+from zipfx.memory import is_dense, span, storage_key
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
+from zipfx.tidy import ancestors
 from zipfx.tracers import is_in_place
 from zipfx.unfold import TITLE_KEY, reads_as_weight, with_graph
 
@@ -55,7 +56,7 @@ def with_plain_weights(
     if not wanted:
         return merged, []
     first, again = (_Values(merged, wanted).seeded(inputs, seed) for seed in (0, 1))
-    own = {t.untyped_storage()._cdata for t in merged.parameters()}
+    own = {storage_key(t) for t in merged.parameters()}
     numbers: dict[str, Iterator[int]] = {}
     found = []
     for node in wanted:
@@ -71,7 +72,7 @@ def with_plain_weights(
         inside = [p for p in module_paths(node) if p]
         layer = f"{home}.{inside[-1]}".lstrip(".") if inside else node.name
         target = f"{home}.{name}".lstrip(".")
-        is_view = value.untyped_storage()._cdata in own and is_dense(value) and not value.is_neg()
+        is_view = storage_key(value) in own and is_dense(value) and not value.is_neg()
         parameter = nn.Parameter(value.detach() if is_view else value.clone())
         found.append(Bakeable(node.name, layer, target, parameter, before, is_view))
     graph = copy.deepcopy(merged.graph)
@@ -105,12 +106,14 @@ def bake(merged: fx.GraphModule, found: Sequence[Bakeable]) -> list[str]:
     """Put those of the parameters that have changed into a merge; a note of it."""
     named = {node.name: node for node in merged.graph.nodes}
     done = [one for one in found if not (one.is_view or torch.equal(one.parameter, one.before))]
+    if not done:
+        return []
+    gone: list[str] = []
     for one in done:
         home, _, name = one.target.rpartition(".")
         merged.get_submodule(home).register_parameter(name, one.parameter)
-        _remove(merged, _replace(merged.graph, named[one.node], one))
-    if not done:
-        return []
+        gone += _replace(merged.graph, named[one.node], one)
+    _remove(merged, gone)
     merged.recompile()
     names = ", ".join(f"{one.layer} (now {one.target})" for one in done)
     return [f"weights that forward computed, plain parameters since they were refitted: {names}"]
@@ -119,14 +122,14 @@ def bake(merged: fx.GraphModule, found: Sequence[Bakeable]) -> list[str]:
 def _replace(graph: fx.Graph, node: fx.Node, one: Bakeable) -> list[str]:
     """Let a node read the parameter, and erase what nobody reads then; the modules and tensors that
     this had used."""
-    above = set(_above(node, lambda n: n.all_input_nodes))
+    above = set(ancestors([node]))
     node.op, node.target, node.args, node.kwargs = "get_attr", one.target, (), {}
     node.meta |= {BAKED_KEY: True, TITLE_KEY: one.layer}
     gone = []
     for other in reversed([n for n in graph.nodes if n in above]):
         if not other.users and other.op != "placeholder":
             graph.erase_node(other)
-            gone += [str(other.target)] if other.op in ("get_attr", "call_module") else []
+            gone += [str(other.target)] if other.op in NAMED else []
     return gone
 
 
@@ -138,28 +141,16 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if not cast or n is node.args[0]]
 
 
-def _above(node: fx.Node, inputs: Callable[[fx.Node], Sequence[fx.Node]]) -> list[fx.Node]:
-    """All that a node depends on."""
-    found = dict.fromkeys(inputs(node))
-    stack = list(found)
-    while stack:
-        new = [n for n in inputs(stack.pop()) if n not in found]
-        found |= dict.fromkeys(new)
-        stack += new
-    return list(found)
-
-
 def _remove(merged: fx.GraphModule, gone: Collection[str]) -> None:
     """Remove the tensors of these that nothing else in the graph uses."""
-    read = [str(n.target) for n in merged.graph.nodes if n.op in ("get_attr", "call_module")]
+    read = [str(n.target) for n in merged.graph.nodes if n.op in NAMED]
     kept = {id(part) for path in read for part in _parts(attribute(merged, path))}
-    for part in (part for path in gone for part in _parts(attribute(merged, path))):
-        if id(part) in kept:
-            continue
-        for module in list(merged.modules()):
-            for own in (module._parameters, module._buffers, module._modules):
-                for name in [name for name, value in own.items() if value is part]:
-                    del own[name]
+    parts = {id(part): part for path in gone for part in _parts(attribute(merged, path))}
+    unused = parts.keys() - kept
+    for module in list(merged.modules()):
+        for own in (module._parameters, module._buffers, module._modules):
+            for name in [name for name, value in own.items() if id(value) in unused]:
+                del own[name]
 
 
 def _parts(value: Any) -> list[Any]:
@@ -180,13 +171,13 @@ def _computes_weight(
         return False
     part = reader.meta.get(HEAD_KEY)
     tensors: list[Tensor] = []
-    for one in (node, *_above(node, _inputs)):
+    for one in (node, *ancestors([node], _inputs)):
         foreign = SOURCE_KEY not in one.meta or one.meta.get(HEAD_KEY) != part
         if foreign or one.op == "placeholder" or is_in_place(one.target):
             return False
         if any(is_in_place(user.target) and user.args[0] is one for user in one.users):
             return False
-        if one.op in ("get_attr", "call_module"):
+        if one.op in NAMED:
             parts = _parts(attribute(merged, str(one.target)))
             tensors += [t for t in parts if isinstance(t, Tensor)]
     steady = not any(

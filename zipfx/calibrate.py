@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zipfx.calls import by_name, given, in_order, spelled, surplus
+from zipfx.calls import given, in_order, left_out, spelled, surplus
 from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
 from zipfx.modes import as_caller
@@ -88,7 +88,7 @@ class Calibration:
         left = {k: v for k, v in kwargs.items() if k not in self.dropped}
         if self.forward is None:
             return args, left
-        unknown, labels = by_name(self.forward, left)
+        unknown, labels = left_out(self.forward, left)
         left = {k: v for k, v in left.items() if k not in unknown | labels}
         with suppress(TypeError):  # it does not fit, which is said where it is run
             odd = given(self.forward, args, left) ^ self.given
@@ -166,7 +166,9 @@ def first_samples(arguments: Any, n: int) -> Any:
     def cut(t: Tensor) -> Tensor:
         if not t.ndim:
             return t
-        return t[:n] if t.layout == torch.strided else t.index_select(0, torch.arange(n))
+        if t.layout == torch.strided:
+            return t[:n]
+        return t.index_select(0, torch.arange(n, device=t.device))
 
     return map_tensors(cut, arguments)
 

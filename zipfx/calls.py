@@ -102,15 +102,23 @@ def surplus(
     entries that are called labels, and those without which it gives the same outputs, only fewer.
     Else they would be needed wherever the merged model is called.
     """
-    unknown, labels = by_name(model.forward, kwargs)
+    unknown, labels = left_out(model.forward, kwargs)
     rest = {k: v for k, v in kwargs.items() if k not in unknown | labels}
     parameters = inspect.signature(model.forward).parameters
-    for name in [k for k, v in rest.items() if v is not None]:
-        spare = parameters[name].default is None if name in parameters else True
-        if spare and _adds_outputs(model, args, rest, name):
+    spare = [k for k in rest if k not in parameters or parameters[k].default is None]
+    asked = [k for k in spare if rest[k] is not None]
+    more = _tried(model, args, rest) if spare else None
+    for name in asked:
+        fewer = _tried(model, args, {k: v for k, v in rest.items() if k != name})
+        if _adds_outputs(more, fewer):
             labels.add(name)
             del rest[name]
-    idle = {k for k in rest if k not in parameters and not _reads(model, args, rest, k)}
+            more = fewer
+    idle = {
+        k
+        for k in rest
+        if k not in parameters and _same(more, _tried(model, args, {**rest, k: _Unread()}))
+    }
     notes = []
     if unknown:
         notes.append(f"forward takes no {_list(unknown)}, which batches hold: left out")
@@ -124,7 +132,7 @@ def surplus(
     return unknown | labels | idle, notes
 
 
-def by_name(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+def left_out(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     """Which entries of a batch forward does not take, and which it can do without and are called
     labels."""
     parameters = inspect.signature(forward).parameters
@@ -150,10 +158,10 @@ def given(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     >>> sorted(given(lambda x, mask=None, **more: None, [1], {"mask": None, "n": 2}))
     ['n', 'x']
     """
-    bound = inspect.signature(forward).bind(*args, **kwargs)
+    signature = inspect.signature(forward)
     found: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        several = inspect.signature(forward).parameters[name].kind
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        several = signature.parameters[name].kind
         if several is inspect.Parameter.VAR_KEYWORD:
             found |= value
         elif several is inspect.Parameter.VAR_POSITIONAL:
@@ -163,37 +171,26 @@ def given(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return {name for name, value in found.items() if value is not None}
 
 
+#: the structure and the tensors that a run gives; None: it fails
+_Given = tuple[Any, list[Tensor]] | None
+
+
 class _Unread:
     """In the place of a value that nobody looks at."""
 
 
-def _reads(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> bool:
-    """Whether forward does anything with an argument, on this batch."""
-    with_it, without = (
-        _tried(model, args, given) for given in (kwargs, {**kwargs, name: _Unread()})
-    )
-    if with_it is None or without is None:
-        return True
-    (structure, ours), (other, theirs) = with_it, without
-    return structure != other or not all(map(torch.equal, ours, theirs))
-
-
-def _tried(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Tensor]] | None:
+def _tried(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
     """The structure and the tensors that forward gives; None: it fails."""
     home = next((t.device for t in model.parameters()), None)
     twin = structural_copy(model)
     own = copy.deepcopy(twin, views(twin))
     mine = map_tensors(lambda t: t.to(home, copy=True), (tuple(args), dict(kwargs)))
-    state = torch.get_rng_state()
+    weights = [*twin.parameters(), *twin.buffers()]
     try:
-        with torch.no_grad(), untouched([*twin.parameters(), *twin.buffers()]), as_caller():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), untouched(weights), as_caller():
             result = own(*mine[0], **mine[1])
     except Exception:  # whatever it can not do without, or not with
         return None
-    finally:
-        torch.set_rng_state(state)
     return tree_structure(result), [t for t in leaves(result) if isinstance(t, Tensor)]
 
 
@@ -201,12 +198,15 @@ def _list(names: Collection[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
 
 
-def _adds_outputs(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> bool:
-    """Whether forward gives more tensors with an argument than without, on this batch."""
-    without = {k: v for k, v in kwargs.items() if k != name}
-    more, fewer = _tried(model, args, kwargs), _tried(model, args, without)
+def _same(ours: _Given, theirs: _Given) -> bool:
+    """Whether two runs are known to have given the same."""
+    if ours is None or theirs is None:
+        return False
+    return ours[0] == theirs[0] and all(map(torch.equal, ours[1], theirs[1]))
+
+
+def _adds_outputs(more: _Given, fewer: _Given) -> bool:
+    """Whether a run gave more tensors with an argument than one without, on the same batch."""
     if more is None or fewer is None:  # nothing is known
         return False
     shapes, left = ([t.shape for t in tensors] for _, tensors in (more, fewer))

@@ -61,6 +61,11 @@ class Computed:
         return own if like is None else own.to(like.device)
 
     @cached_property
+    def given(self) -> tuple[Tensor, ...]:
+        """What each of the models computes."""
+        return tuple(structural_copy(how)().detach() for how in self.how)
+
+    @cached_property
     def inverts(self) -> bool:
         """Whether there is a way back for what it gives."""
         return self._reaches(self.copy()().detach())
@@ -131,10 +136,7 @@ class Computed:
         rows = step._reshape_weight_to_matrix(value).double()
         u, sizes, vh = torch.linalg.svd(rows, full_matrices=False)
         left, right, norm = u[:, 0], vh[0], float(sizes[0])
-        given = [
-            step._reshape_weight_to_matrix(how().detach()) for how in map(structural_copy, self.how)
-        ]
-        most = max(map(_norm, given))
+        most = max(_norm(step._reshape_weight_to_matrix(given)) for given in self.given)
         if 1 < norm <= most * (1 + 1e-6) and len(sizes) > 1:
             # u^T W v = cos * norm = 1
             left = left / norm + u[:, 1] * (1 - 1 / norm**2) ** 0.5

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.graphs import attribute, plain
+from zipfx.graphs import NAMED, attribute, plain
 from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
@@ -112,8 +112,6 @@ def check_models(models: Any, *, on_meta: bool = False) -> None:
         count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
         raise ZipError(f"pass a list of at least two models; got {count}")
     for k, model in enumerate(models):
-        if not isinstance(model, nn.Module):
-            raise ZipError(f"model {k} is a {type(model).__name__}, not a torch.nn.Module")
         check_visible(model, f"model {k}", on_meta=on_meta)
     _check_devices(models)
 
@@ -158,7 +156,7 @@ def mismatch(a: fx.GraphModule, b: fx.GraphModule, last: int) -> str | None:
         found = _difference(_summary(a, x, at[0]), _summary(b, y, at[1]))
         if found is not None:
             return f"{describe(x)} and {describe(y)}: {found}"
-        if x.op in ("call_module", "get_attr"):
+        if x.op in NAMED:
             if names.setdefault(str(x.target), str(y.target)) != y.target:
                 return (
                     f"weights are shared differently: {x.target!r} of model 0 is both "

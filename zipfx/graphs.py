@@ -26,7 +26,8 @@ EXTRA = "_zipfx_extra"
 #: what a module has registered
 TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 _KINDS = {"_parameters": nn.Parameter, "_buffers": Tensor, "_modules": nn.Module}
-_READ = ("call_module", "get_attr")
+#: the nodes whose target is the path of a module, or of a tensor
+NAMED = ("call_module", "get_attr")
 
 
 class Names(nn.Module):
@@ -97,7 +98,7 @@ class GraphModule(fx.GraphModule):
         if has_extra_state(root):
             self._keep(extra_state(root))
         for node in graph.nodes:
-            if node.op in _READ:
+            if node.op in NAMED:
                 node.target = reached(str(node.target))
             if node.name == "self":  # in the code it would hide the module
                 node._rename("own")
@@ -291,7 +292,7 @@ def check_names(module: nn.Module, graph: fx.Graph) -> None:
     for name in lost:
         raise ZipError(f"the model has something named {name!r}, which zipfx uses: rename it")
     hidden = hidden_names(module)
-    for target in {plain(str(node.target)) for node in graph.nodes if node.op in _READ}:
+    for target in {plain(str(node.target)) for node in graph.nodes if node.op in NAMED}:
         for name in hidden:
             if f"{target}.".startswith(f"{name}."):
                 raise ZipError(f"forward uses {name!r}, {HIDDEN}")

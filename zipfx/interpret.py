@@ -22,7 +22,7 @@ from zipfx.errors import ZipError
 from zipfx.graphs import plain
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
-from zipfx.memory import partners
+from zipfx.memory import partners, storage_key
 from zipfx.modes import as_caller, as_library
 from zipfx.precision import as_real, inexact
 from zipfx.rows import Origins, Rows
@@ -185,11 +185,11 @@ class _Mode(TorchDispatchMode):
         func, result, operands = call.op, call.result, call.tensors()
         for t in operands:
             self._use(t)
-        storages = {t.untyped_storage()._cdata for t in operands}
+        storages = {storage_key(t) for t in operands}
         fresh = [
             t
             for t in tree_leaves(result)
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in storages
+            if isinstance(t, Tensor) and storage_key(t) not in storages
         ]
         if func in IDENTITY and not fresh:  # lift_fresh: a constant written in the source
             for t in operands:

@@ -17,6 +17,11 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 
+def storage_key(t: Tensor) -> int:
+    """The same for all tensors that lie in one storage, as long as it lives."""
+    return int(t.untyped_storage()._cdata)
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether a tensor fills the memory between its first and its last element, in any order."""
     return _length(t) == t.numel()
@@ -45,7 +50,7 @@ def families(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     of_storage: dict[int, dict[int, Tensor]] = {}
     for t in tensors:
         if t.layout == torch.strided and t.numel() and not t.is_meta:
-            of_storage.setdefault(t.untyped_storage()._cdata, {})[id(t)] = t
+            of_storage.setdefault(storage_key(t), {})[id(t)] = t
     found = []
     for several in of_storage.values():
         if len(several) > 1 or not is_dense(next(iter(several.values()))):

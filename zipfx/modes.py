@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ import torch.utils._python_dispatch as dispatch
 
 from zipfx.errors import ZipError
 
+T = TypeVar("T")
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
 
@@ -114,15 +116,11 @@ def as_library() -> Iterator[None]:
 
 @contextmanager
 def _defaults(wanted: _Defaults) -> Iterator[None]:
-    before = torch.get_default_dtype()
     with ExitStack() as stack:
         if wanted.device is not None:
             stack.enter_context(wanted.device)
-        torch.set_default_dtype(wanted.dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        stack.enter_context(_set(torch.get_default_dtype, torch.set_default_dtype, wanted.dtype))
+        yield
 
 
 @contextmanager
@@ -166,36 +164,35 @@ def _without_hooks() -> Iterator[None]:
 
 
 @contextmanager
-def _without_cache() -> Iterator[None]:
+def _set(get: Callable[[], T], put: Callable[[T], object], wanted: T) -> Iterator[None]:
+    """A setting has this value inside, and its own again afterwards."""
+    before = get()
+    put(wanted)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _without_cache() -> AbstractContextManager[None]:
     """Weights that are computed are so anew each time, since they change."""
-    before = parametrize._cache_enabled
-    parametrize._cache_enabled = 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = before
+    name = "_cache_enabled"
+    return _set(partial(getattr, parametrize, name), partial(setattr, parametrize, name), 0)
 
 
-@contextmanager
-def _without_swapping() -> Iterator[None]:
+def _without_swapping() -> AbstractContextManager[None]:
     """Of a module that moves, parameters are set anew: copies share them."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    future = torch.__future__
+    get, put = (
+        future.get_swap_module_params_on_conversion,
+        future.set_swap_module_params_on_conversion,
+    )
+    return _set(get, put, False)
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
+def _full_precision() -> AbstractContextManager[None]:
     """Products of float32 matrices are of that precision."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.copies import alias
 from zipfx.labels import Hashes, mix
+from zipfx.memory import storage_key
 from zipfx.modes import as_caller, as_library
 from zipfx.spelling import (
     COMMUTATIVE,
@@ -177,7 +178,7 @@ class _Mode(TorchDispatchMode):
         self.ranks = ranks
         self.numbers = Numbers()
         self.storages: dict[int, _Numbered] = {}
-        self.owners = {_key(t): name for name, t in named.items()}
+        self.owners = {storage_key(t): name for name, t in named.items()}
         self.offsets = {name: int(t.storage_offset()) for name, t in named.items()}
         self.constant: set[int] = set()  # storages that are known by their values
         self.taken: dict[int, set[int]] = {}  # ranks, by kind
@@ -186,13 +187,13 @@ class _Mode(TorchDispatchMode):
             if name in constants or not (t.is_floating_point() or t.is_complex()):
                 self.by_value(t)
             else:
-                self.storages.setdefault(_key(t), _blank(t))
+                self.storages.setdefault(storage_key(t), _blank(t))
 
     # ---------------------------------------------------------------- elements
     def window(self, t: Tensor) -> Hashes | None:
         """The numbers of a tensor's elements, as a view (None: its storage is unknown, or seen
         through another dtype)."""
-        known = self.storages.get(_key(t))
+        known = self.storages.get(storage_key(t))
         if known is None or known.ref.expired() or known.size != t.itemsize:
             return None
         whole = known.numbers[int(t.storage_offset()) :]
@@ -207,7 +208,7 @@ class _Mode(TorchDispatchMode):
     def put(self, t: Tensor, numbers: Hashes) -> None:
         window = self.window(t)
         if window is None:
-            self.storages[_key(t)] = _blank(t)
+            self.storages[storage_key(t)] = _blank(t)
             window = self.window(t)
             if len(self.storages) > self.most:
                 self._forget()
@@ -231,7 +232,7 @@ class _Mode(TorchDispatchMode):
         if values.is_complex():
             found = mix((found[..., 0] ^ mix(found[..., 1].view(np.int64))).view(np.int64))
         self.put(t, found.reshape(-1))
-        self.constant.add(_key(t))
+        self.constant.add(storage_key(t))
 
     def digest(self, t: Tensor) -> int:
         """Of the numbers of a tensor's elements, in their order."""
@@ -273,7 +274,7 @@ class _Mode(TorchDispatchMode):
         written = {id(t) for t in declared(func, args, kwargs)}
         name = name_of(func)
         self._note_eps(name, given)
-        constant = all(_key(t) in self.constant for t in tensors)
+        constant = all(storage_key(t) in self.constant for t in tensors)
         shapes = {tuple(t.shape) for t in tensors}
         plain = torch.Tag.pointwise in func.tags and len(shapes) == 1
         commutes = name in COMMUTATIVE and len(tensors) == 2 and given.get("alpha", 1) == 1
@@ -313,17 +314,17 @@ class _Mode(TorchDispatchMode):
     ) -> None:
         written = declared(func, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        storages = {_key(t) for t in tensors}
+        storages = {storage_key(t) for t in tensors}
         fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        fresh = [t for t in fresh if _key(t) not in storages]
+        fresh = [t for t in fresh if storage_key(t) not in storages]
         name = name_of(func)
         same = name in SAME or (name == "_to_copy" and fresh and fresh[0].dtype == tensors[0].dtype)
         for i, t in enumerate([*fresh, *written]):
             if constant and torch.Tag.nondeterministic_seeded not in func.tags:
-                self.constant.discard(_key(t))
+                self.constant.discard(storage_key(t))
                 self.by_value(t)
                 continue
-            self.constant.discard(_key(t))
+            self.constant.discard(storage_key(t))
             if name == "copy" and len(tensors) > 1:
                 source = self.window(tensors[1])
                 assert source is not None
@@ -336,7 +337,7 @@ class _Mode(TorchDispatchMode):
     # ---------------------------------------------------------------- weights
     def _is_new(self, t: Tensor) -> bool:
         """Whether a tensor is a weight, or a part of one, that was not used yet."""
-        if _key(t) not in self.owners or _key(t) in self.constant:
+        if storage_key(t) not in self.owners or storage_key(t) in self.constant:
             return False
         window = self.window(t)
         return window is not None and not window.any()
@@ -344,7 +345,7 @@ class _Mode(TorchDispatchMode):
     def _first_use(self, t: Tensor, kind: int) -> int:
         shape = [1 if step == 0 else n for n, step in zip(t.shape, t.stride(), strict=True)]
         t = t.as_strided(shape, t.stride())  # without repetitions
-        name = self.owners[_key(t)]
+        name = self.owners[storage_key(t)]
         offset = int(t.storage_offset()) - self.offsets[name]
         window = tuple(t.shape), tuple(t.stride()), offset
         given, taken = self.ranks.get(kind, {}), self.taken.setdefault(kind, set())
@@ -362,18 +363,14 @@ class _Mode(TorchDispatchMode):
         if "batch_norm" in name and isinstance(variance, Tensor):
             weight = given.get("weight")
             eps = float(given.get("eps", given.get("epsilon", 0.0)))
-            owner = self.owners.get(_key(variance))
-            scale = None if weight is None else self.owners.get(_key(weight))
+            owner = self.owners.get(storage_key(variance))
+            scale = None if weight is None else self.owners.get(storage_key(weight))
             if owner is not None:
                 self.numbers.eps.setdefault(owner, (eps, scale))
 
 
 def _hash(*parts: Any) -> int:
     return int(mix(hash(parts))) >> 1
-
-
-def _key(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
 
 
 def _blank(t: Tensor) -> _Numbered:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from zipfx.calibrate import Calibration
 from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.graphs import GraphModule
+from zipfx.graphs import NAMED, GraphModule
 from zipfx.interpret import describe
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
@@ -189,7 +189,7 @@ def joint_graph(
         for k, mine in enumerate(seen):
             node_k = nodes[k][i]
             copy = graph.node_copy(node_k, mine.__getitem__)
-            if node.op in ("call_module", "get_attr"):
+            if node.op in NAMED:
                 copy.target = f"models.{k}.{node_k.target}"
             if addresses:
                 where = f"model {k}: {describe(node_k)}"

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from zipfx.calls import EXPECTATIONS, expect_equal
 from zipfx.errors import ZipError
-from zipfx.graphs import attribute, plain
-from zipfx.recipe import NAMED, OWN, Recipe, Step, reads_of
+from zipfx.graphs import NAMED, attribute, plain
+from zipfx.recipe import OWN, Recipe, Step, reads_of
 from zipfx.rewrite import (
     BAKED,
     BAKED_KEY,
@@ -29,6 +29,7 @@ from zipfx.rewrite import (
     build,
     planted,
 )
+from zipfx.tidy import ancestors
 from zipfx.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
@@ -137,17 +138,10 @@ class _Origins:
             return False
         # what a head reads of the trunk has the names of model 0; it may be what was written to
         trunk = self._own[None]
-        return reader != 0 or wanted not in trunk or source in _ancestors(trunk[wanted])
-
-
-def _ancestors(node: fx.Node) -> set[str]:
-    """Names of a node and of all that it depends on."""
-    found, stack = {node}, [node]
-    while stack:
-        new = set(stack.pop().all_input_nodes) - found
-        found |= new
-        stack += new
-    return {n.name for n in found}
+        if reader != 0 or wanted not in trunk:
+            return True
+        node = trunk[wanted]
+        return source in {n.name for n in (node, *ancestors([node]))}
 
 
 def _values(part: Part, take: Take) -> ValueOf:

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.calls import EXPECTATIONS
 from zipfx.errors import ZipError
-from zipfx.graphs import attribute, plain
+from zipfx.graphs import NAMED, attribute, plain
 from zipfx.hidden import attributes, code_of
 from zipfx.naming import name_of_callable, without_addresses
 from zipfx.parametrized import is_computing, plain_class, tensor_of
@@ -36,7 +36,6 @@ from zipfx.rewrite import (
 from zipfx.tracers import name_of
 
 OWN = re.compile(r"unmerge_[0-9]+")  # buffers that heads have and models do not
-NAMED = ("call_module", "get_attr")
 
 
 @dataclass(frozen=True)

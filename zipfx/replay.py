@@ -16,6 +16,7 @@ from zipfx.calibrate import Calibration, batch_size
 from zipfx.calls import in_order
 from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
+from zipfx.memory import storage_key
 from zipfx.modes import as_caller
 from zipfx.tensors import clone_tensors, leaves, named_tensors
 from zipfx.untouched import Guard, State, untouched
@@ -28,7 +29,7 @@ class Line:
     def __init__(self, module: fx.GraphModule, state: State | None = None) -> None:
         tensors = (*module.parameters(), *module.buffers())
         self.state = state or State(())
-        self.own = {t.untyped_storage()._cdata for t in tensors}
+        self.own = {storage_key(t) for t in tensors}
         self.engine = fx.Interpreter(module, garbage_collect_values=False)
         self.engine.extra_traceback = False
         self.nodes = list(module.graph.nodes)

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from zipfx.calls import EXPECTATIONS, Expectation
 from zipfx.errors import ZipError
-from zipfx.graphs import GraphModule, plain
+from zipfx.graphs import NAMED, GraphModule, plain
 from zipfx.heads import HeadPlan
 from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
@@ -153,7 +153,7 @@ def copy_head(
         if node.op == "output":
             result = fx.node.map_arg(node.args[0], lambda n: source(at[n], i))  # noqa: B023
             continue
-        own_path = node.op in ("call_module", "get_attr")
+        own_path = node.op in NAMED
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: source(at[n], i))  # noqa: B023
         made[i] = graph.create_node(
             node.op,

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from zipfx.memory import storage_key
+
 #: the first operand says where the rows are, others are put there
 _PUT_BACK = """
     index_put index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce
@@ -47,14 +49,14 @@ class Origins:
         """What tensors have in common with none that is the same in all models."""
         found = Rows.GIVEN
         for t in tensors:
-            ref, rows = self._known.get(_key(t), (None, Rows.GIVEN))
+            ref, rows = self._known.get(storage_key(t), (None, Rows.GIVEN))
             if ref is not None and not ref.expired():
                 found |= rows
         return found
 
     def tell(self, t: Tensor, rows: Rows) -> None:
         """Set what is known of the storage of a tensor."""
-        self._known[_key(t)] = StorageWeakRef(t.untyped_storage()), rows
+        self._known[storage_key(t)] = StorageWeakRef(t.untyped_storage()), rows
         if len(self._known) > self._most:
             self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
             self._most = 64 + 2 * len(self._known)
@@ -74,7 +76,3 @@ class Origins:
         if torch.Tag.dynamic_output_shape in op.tags and learned:
             found |= Rows.CHOSEN
         return found
-
-
-def _key(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zipfx.labels import Kind, Labels, as_fixed, by_value, mix, narrow, place, position
+from zipfx.memory import storage_key
 from zipfx.precision import as_real
 
 #: size, strides and offset of the elements, bytes of one, and whether they are complex numbers
@@ -48,10 +49,6 @@ class _Record:
         return self.parts
 
 
-def _key(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
-
-
 def _covers(t: Tensor) -> bool:
     return t.numel() * t.itemsize == t.untyped_storage().nbytes()
 
@@ -74,7 +71,7 @@ class Shadows:
         self._most = 32 + 2 * len(self._passing)
 
     def _record(self, t: Tensor) -> _Record | None:
-        record = self._records.get(_key(t))
+        record = self._records.get(storage_key(t))
         return record if record is not None and not record.ref.expired() else None
 
     def knows(self, t: Tensor) -> bool:
@@ -94,9 +91,9 @@ class Shadows:
         """Set the labels of a tensor with a new storage."""
         g = geometry(t)
         ref = StorageWeakRef(t.untyped_storage())
-        self._records[_key(t)] = _Record(ref, node, g, {g: labels})
+        self._records[storage_key(t)] = _Record(ref, node, g, {g: labels})
         if node >= 0:
-            self._passing.add(_key(t))
+            self._passing.add(storage_key(t))
             if len(self._passing) > self._most:
                 self._forget()
 
@@ -136,7 +133,7 @@ class Shadows:
             record.made, record.full, record.views, record.parts = g, None, {g: labels}, None
             return
         if record.made[4] and not g[4]:  # from now on, its elements are the parts
-            record = self._records[_key(t)] = record.of_parts()
+            record = self._records[storage_key(t)] = record.of_parts()
         elif g[4] and not record.made[4]:
             t, labels = as_real(t), _parted(labels)
             g = geometry(t)

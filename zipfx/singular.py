@@ -31,14 +31,14 @@ class _Kept:
 
     def matrix(self, model: nn.Module) -> Tensor:
         """(rows, columns), float64."""
-        found: Tensor = getattr(model.get_submodule(self.path), self.weight)
+        found = _own(model.get_submodule(self.path))[self.weight]
         return found.detach().double().movedim(self.dim, 0).flatten(1)
 
     def vectors(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Each, with the matrix that it is multiplied with."""
-        module, matrix = model.get_submodule(self.path), self.matrix(model)
+        own, matrix = _own(model.get_submodule(self.path)), self.matrix(model)
         both = ((self.left, matrix.T), (self.right, matrix))
-        return [(getattr(module, name), side) for name, side in both if name is not None]
+        return [(own[name], side) for name, side in both if name is not None]
 
     @property
     def names(self) -> list[str]:
@@ -71,11 +71,10 @@ class _Kept:
     def renew(self, model: nn.Module) -> None:
         """Make them those of the weight."""
         u, _, vh = torch.linalg.svd(self.matrix(model), full_matrices=False)
-        module = model.get_submodule(self.path)
+        own = _own(model.get_submodule(self.path))
         for name, new in ((self.left, u[:, 0]), (self.right, vh[0])):
             if name is not None:
-                vector = getattr(module, name)
-                vector.data.copy_(new.reshape(vector.shape))
+                own[name].data.copy_(new.reshape(own[name].shape))
 
 
 def renew(merged: nn.Module, models: Sequence[nn.Module]) -> list[str]:

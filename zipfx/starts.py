@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Ints, Kind, Labels, support
 from zipfx.ledger import Contraction, Ledger
+from zipfx.memory import storage_key
 from zipfx.rules import Call
 from zipfx.tap import meetings
 
@@ -124,14 +125,14 @@ class Starts:
             stop = start + (t.shape[axis] if t.ndim == result.ndim else 0)
             if stop > start and self._zeros(t, axis):
                 ref = StorageWeakRef(result.untyped_storage())
-                self.joined[_key(result)] = ref, axis, (start, stop)
+                self.joined[storage_key(result)] = ref, axis, (start, stop)
             start = stop
 
     def _zeros(self, t: Tensor, axis: int) -> tuple[int, int] | None:
         """Where along an axis, counted from the end, forward has put nothing but zeros."""
         if t.numel() < 2 or t.shape[axis] < 2:
             return None
-        ref, dim, span = self.joined.get(_key(t), (None, 0, (0, 0)))
+        ref, dim, span = self.joined.get(storage_key(t), (None, 0, (0, 0)))
         if ref is not None and not ref.expired():
             same = dim == axis and span[1] <= t.shape[axis] and t.is_contiguous()
             return span if same and not t.narrow(axis, span[0], span[1] - span[0]).any() else None
@@ -157,7 +158,3 @@ class Starts:
 
 def _any(slot: Tensor, ids: Ints) -> bool:
     return bool(np.isin(slot.numpy(), ids).any())
-
-
-def _key(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)

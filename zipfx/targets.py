@@ -160,7 +160,7 @@ class _Planner:
 
     def _parameters(self, node: fx.Node) -> list[nn.Parameter]:
         """The parameters that a node itself brings in, and whose values are read."""
-        if node.op == "get_attr" and only_looked_at(node):
+        if only_looked_at(node):
             return []
         return [t for t in tensors_at(self.merged, node) if isinstance(t, nn.Parameter)]
 

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import fx
 
 from zipfx.calls import Expectation, expect_absent, expect_equal, expect_given
 from zipfx.tracers import is_in_place
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node reads."""
+    return node.all_input_nodes
+
+
+def ancestors(
+    nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Sequence[fx.Node]] = inputs_of
+) -> list[fx.Node]:
+    """All that some nodes depend on, each once; inputs: which nodes a node depends on directly.
+
+    >>> graph = fx.symbolic_trace(lambda x, y: (x + 1).relu() * y).graph
+    >>> [node.name for node in ancestors([node for node in graph.nodes if node.name == "relu"])]
+    ['add', 'x']
+    """
+    found: dict[fx.Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        new = [n for n in inputs(stack.pop()) if n not in found]
+        found |= dict.fromkeys(new)
+        stack += new
+    return list(found)
 
 
 def written_in_place(graph: fx.Graph) -> set[str]:
@@ -42,11 +65,7 @@ def expectations(
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if len(placeholders) != len(inputs):  # a tracer of the caller's has others
         return []
-    decisive, stack = set(asked), list(asked)
-    while stack:
-        new = set(stack.pop().all_input_nodes) - decisive
-        decisive |= new
-        stack += new
+    decisive = {*asked, *ancestors(asked)}
     found = []
     for node, value in zip(placeholders, inputs, strict=True):
         name = str(node.target)
@@ -84,8 +103,9 @@ def looks(node: fx.Node, at: fx.Node) -> bool:
 
 
 def only_looked_at(node: fx.Node) -> bool:
-    """Whether no node asks for the values of this one."""
-    return bool(node.users) and all(looks(user, node) for user in node.users)
+    """Whether a node reads a tensor of the module, for whose values no other node asks."""
+    read = node.op == "get_attr" and bool(node.users)
+    return read and all(looks(user, node) for user in node.users)
 
 
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.correspond import tensors_at
-from zipfx.graphs import GraphModule, attribute, plain, tree_of
+from zipfx.graphs import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.tensors import runs_as
@@ -84,7 +84,7 @@ def with_graph(
     module: fx.GraphModule, graph: fx.Graph, made: Mapping[str, nn.Module | nn.Parameter]
 ) -> fx.GraphModule:
     """Another graph on the parts of a module, and on some of its own, by target."""
-    used = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
+    used = {str(n.target) for n in graph.nodes if n.op in NAMED}
     parts = {plain(t): made[t] if t in made else attribute(module, t) for t in sorted(used)}
     return GraphModule(tree_of(parts), graph, type(module).__name__)
 
@@ -106,7 +106,7 @@ class _Unfolding:
         self.inner = inner_layers(module, inputs)
         self.module, self.graph = module, copy.deepcopy(module.graph)
         self.made: dict[str, nn.Module] = {}
-        read = (n for n in module.graph.nodes if n.op != "get_attr" or not only_looked_at(n))
+        read = (n for n in module.graph.nodes if not only_looked_at(n))
         self.uses = Counter(id(t) for n in read for t in tensors_at(module, n))
 
     def result(self) -> fx.GraphModule:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.memory import storage_key
+
 
 @contextmanager
 def untouched(tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -40,7 +42,7 @@ class Guard(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = list(tensors)
-        self._owned = {t.untyped_storage()._cdata for t in self._tensors}
+        self._owned = {storage_key(t) for t in self._tensors}
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -66,7 +68,7 @@ class Guard(TorchDispatchMode):
     @property
     def written(self) -> list[Tensor]:
         """Those of the tensors that were written to, as far as memory tells."""
-        return [t for t in self._tensors if t.untyped_storage()._cdata in self._saved]
+        return [t for t in self._tensors if storage_key(t) in self._saved]
 
 
 class State:

@@ -91,12 +91,12 @@ class Wide(TorchDispatchMode):
             elif dtype.is_complex:
                 kwargs["dtype"] = self.dtype.to_complex()
         result = func(*args, **kwargs)
-        made = isinstance(result, Tensor) and not any(
-            isinstance(a, Tensor) for a in leaves((args, kwargs))
-        )
-        if made and self.dtype is not None and result.is_floating_point():
-            return result.to(self.dtype)  # of the default dtype, as nothing else was asked for
-        return result
+        odd = isinstance(result, Tensor) and result.is_floating_point()
+        if self.dtype is None or not odd or result.dtype == self.dtype:
+            return result
+        if any(isinstance(a, Tensor) for a in leaves((args, kwargs))):
+            return result
+        return result.to(self.dtype)  # of the default dtype, as nothing else was asked for
 
 
 class _State:
