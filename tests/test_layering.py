@@ -1,41 +1,27 @@
-"""Stages import downwards only, and every file can be read in one sitting."""
+"""Files import in one direction only, and every file can be read in one sitting."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
+import networkx
 import pytest
 
 import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
-ORDER = """
-    errors checks modes values naming programs precision plain disk container table statistics
-    moments ridge matrices match.protocol match.identity match.permute match.greedy
-    match.zip match.optimal match.kmeans match.svd match.weights match
-    tap draw spaces labels ledger memory shadow untouched tensors hidden graphs copies parametrized
-    computed singular calls
-    tracers
-    example tidy flat trace standins layers
-    rules.call rules.diagonal rules.pointwise rules.movement rules.together rules.contraction
-    rules.algebra rules.spatial rules.spectral rules.vision rules.recurrent rules.register rules
-    rows starts interpret
-    twofold nesting occurrences known group places mapping verify analyze calibrate
-    replay
-    correspond observe fuse pairing weigh heads tree rewrite stored recipe rebuild made spelling
-    numbering
-    likeness adopt alike assemble opaque unfold bake targets
-    refit repair report notes zip retrace files
-""".split()
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 420
 
 
 def name_of(file: Path) -> str:
-    """`match/zip.py` is match.zip; `match/__init__.py` is match; the package itself is ''."""
-    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    """`match/zip.py` is zipfx.match.zip; `match/__init__.py` is zipfx.match."""
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(p for p in parts if p != "__init__")
+
+
+NAMES = {name_of(file): file for file in FILES}
 
 
 def imports(file: Path) -> set[str]:
@@ -46,44 +32,19 @@ def imports(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file.name} imports relatively"
-            module = node.module or ""
-            inner = {f"{module}.{alias.name}" for alias in node.names}
-            known = {f"zipfx.{name}" for name in ORDER}
-            found |= (inner & known) if module in ("zipfx", *known) and inner & known else {module}
-    return {name.removeprefix("zipfx.") for name in found if name.startswith("zipfx.")}
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & NAMES.keys()) or {str(node.module)}
+    return found & NAMES.keys()
 
 
-def test_every_file_has_its_place_in_the_order() -> None:
-    assert sorted(name for name in map(name_of, FILES) if name) == sorted(ORDER)
+def test_imports_do_not_go_in_circles() -> None:
+    graph = networkx.DiGraph((name_of(file), other) for file in FILES for other in imports(file))
+    assert list(networkx.simple_cycles(graph)) == []
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if name_of(f)], ids=name_of)
-def test_imports_go_downwards(file: Path) -> None:
-    below = ORDER[: ORDER.index(name_of(file))]
-    assert imports(file) <= set(below)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: name_of(f) or "zipfx")
+@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_no_file_is_too_long(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST
-
-
-@pytest.mark.parametrize("stage", ["observe", "repair", "refit", "match", "fuse"])
-def test_stages_do_not_import_each_other(stage: str) -> None:
-    others = {
-        "analyze", "observe", "match", "fuse", "heads", "rewrite", "assemble", "refit", "repair"
-    }  # fmt: skip
-    file = next(f for f in FILES if name_of(f) == stage)
-    assert not imports(file) & (others - {stage, *(n for n in ORDER if n.startswith(stage))})
-
-
-@pytest.mark.parametrize("stage", ["pairing", "repair", "report", "assemble"])
-def test_only_zip_and_the_package_see_the_stages(stage: str) -> None:
-    seen_by = {name_of(f) for f in FILES if stage in imports(f)}
-    assert "zip" in seen_by
-    # weigh is a second way to pair, notes tell of both, targets look at what was assembled,
-    # files hold the report
-    assert seen_by <= {"", "zip", "weigh", "notes", "targets", "files"}
 
 
 def test_the_package_lists_its_public_names_only() -> None:
