@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zipfx.tensors import constant_names
+from zipfx.model.tensors import constant_names
 
 IMAGE, VECTOR = (3, 4, 4), (5,)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
-from zipfx.calls import in_order, spelled
+from zipfx.model.calls import in_order, spelled
 
 
 class Base(nn.Module):

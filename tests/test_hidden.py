@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 import zipfx
 from zipfx import Refit, ZipError
-from zipfx.hidden import as_text, attributes, code_of
+from zipfx.model.contents import as_text, attributes, code_of
 from zipfx.recipe import Does
 
 
@@ -389,7 +389,7 @@ def test_digests_of_code_are_those_of_every_process(tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / "coded.py").write_text(before + source, encoding="utf-8")
-        asks = "import coded; from zipfx.hidden import code_of; print(code_of('f', coded.make(2)))"
+        asks = "import coded; from zipfx.model.contents import code_of; print(code_of('f', coded.make(2)))"
         found.append(
             subprocess.run(
                 [sys.executable, "-c", asks],

@@ -11,7 +11,7 @@ from laws import EXACT, error, merge, parameters, run, unharmed
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.memory import families, own_memory, partners
+from zipfx.model.memory import families, own_memory, partners
 
 
 class Attention(nn.Module):

@@ -18,9 +18,9 @@ from torch import fx
 from zipfx.adopt import Differs, Work, adopted
 from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
-from zipfx.graphs import NAMED, plain
 from zipfx.interpret import describe
 from zipfx.likeness import ambiguous, likened
+from zipfx.model.graph_module import NAMED, plain
 from zipfx.numbering import Numbers, number
 
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from zipfx.calls import in_order
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
-from zipfx.graphs import plain
 from zipfx.group import Grouping, group
-from zipfx.hidden import check_visible
 from zipfx.interpret import Facts, interpret, module_path
 from zipfx.labels import Kind
 from zipfx.mapping import find_spaces
+from zipfx.model.calls import in_order
+from zipfx.model.contents import check_visible
+from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
 from zipfx.spaces import NodeInfo, SpaceMap
 from zipfx.trace import trace

@@ -13,14 +13,14 @@ from zipfx.analyze import Analysis, run_analysis
 from zipfx.correspond import counterparts, same_graph, tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import Move, fuse, fuse_variance, plan
-from zipfx.graphs import plain
 from zipfx.heads import HeadPlan, plan_head
 from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
+from zipfx.model.graph_module import plain
+from zipfx.model.tensors import constant_names, named_tensors
 from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
-from zipfx.tensors import constant_names, named_tensors
 from zipfx.trace import EXPECTS
 from zipfx.tree import ValueOf
 

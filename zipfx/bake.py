@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
 from zipfx.correspond import module_paths
-from zipfx.graphs import NAMED, attribute
-from zipfx.memory import is_dense, span, storage_key
+from zipfx.model.graph_module import NAMED, attribute
+from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.tidy import ancestors

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zipfx.calls import given, in_order, left_out, spelled, surplus
 from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
+from zipfx.model.calls import given, in_order, left_out, spelled, surplus
+from zipfx.model.tensors import leaves, map_tensors
 from zipfx.modes import as_caller
-from zipfx.tensors import leaves, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NO_BATCH = object()

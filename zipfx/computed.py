@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from zipfx.copies import structural_copy
-from zipfx.graphs import attribute, plain, reached
-from zipfx.parametrized import LIST, own_parametrizations
+from zipfx.model.copies import structural_copy
+from zipfx.model.graph_module import attribute, plain, reached
+from zipfx.model.parametrized import LIST, own_parametrizations
 
 Limit = Callable[[Tensor], Tensor]  # the nearest weight to one that is possible
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.graphs import NAMED, attribute, plain
-from zipfx.hidden import attributes, check_visible
 from zipfx.interpret import describe
+from zipfx.model.contents import attributes, check_visible
+from zipfx.model.copies import alias
+from zipfx.model.graph_module import NAMED, attribute, plain
+from zipfx.model.running import untouched
+from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller
 from zipfx.precision import inexact
 from zipfx.spaces import Space
-from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
-from zipfx.untouched import untouched
 
 
 def module_paths(node: fx.Node) -> list[str]:

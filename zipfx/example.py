@@ -24,7 +24,7 @@ from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.calls import Argument
+from zipfx.model.calls import Argument
 from zipfx.tracers import Tracer, is_in_place, is_tracing_code, name_of
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes

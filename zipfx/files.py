@@ -23,8 +23,8 @@ from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made, extra_texts
+from zipfx.model.parametrized import how_computed
 from zipfx.modes import own_modes
-from zipfx.parametrized import how_computed
 from zipfx.plain import parsed, read, written
 from zipfx.rebuild import rebuilt
 from zipfx.recipe import Recipe

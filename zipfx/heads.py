@@ -23,8 +23,8 @@ from zipfx.group import Grouping
 from zipfx.interpret import Facts, NodeFacts, describe
 from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
+from zipfx.model.tensors import named_tensors
 from zipfx.occurrences import Flags
-from zipfx.tensors import named_tensors
 
 T = TypeVar("T")
 

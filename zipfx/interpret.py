@@ -17,12 +17,14 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.copies import alias
 from zipfx.errors import ZipError
-from zipfx.graphs import plain
 from zipfx.labels import Ints, Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.ledger import Ledger
-from zipfx.memory import partners, storage_key
+from zipfx.model.copies import alias
+from zipfx.model.graph_module import plain
+from zipfx.model.memory import partners, storage_key
+from zipfx.model.running import Guard, declared
+from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
 from zipfx.precision import as_real, inexact
 from zipfx.rows import Origins, Rows
@@ -47,9 +49,7 @@ from zipfx.rules import (
 from zipfx.shadow import Shadows
 from zipfx.starts import Starts, further
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.trace import NOTES
-from zipfx.untouched import Guard, declared
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}

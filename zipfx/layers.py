@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.computed import Limit
-from zipfx.tensors import is_batch_norm, runs_as
+from zipfx.model.tensors import is_batch_norm, runs_as
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from contextlib import suppress
 from torch import nn
 
 from zipfx.analyze import Analysis
-from zipfx.copies import hooked, structural_copy
 from zipfx.made import extra_texts
+from zipfx.model.copies import hooked, structural_copy
+from zipfx.model.tensors import is_batch_norm
 from zipfx.pairing import comparable
 from zipfx.refit import Refitted
 from zipfx.spaces import Space
 from zipfx.table import summary
-from zipfx.tensors import is_batch_norm
 
 
 def blind(spaces: Sequence[Space], names: Collection[str]) -> list[str]:

@@ -24,9 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.copies import alias
 from zipfx.labels import Hashes, mix
-from zipfx.memory import storage_key
+from zipfx.model.copies import alias
+from zipfx.model.memory import storage_key
+from zipfx.model.running import Guard, declared
+from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
 from zipfx.spelling import (
     COMMUTATIVE,
@@ -39,8 +41,6 @@ from zipfx.spelling import (
     name_of,
 )
 from zipfx.tap import decomposed
-from zipfx.tensors import clone_tensors, constant_names, leaves, named_tensors
-from zipfx.untouched import Guard, declared
 
 aten: Any = torch.ops.aten
 #: of a tensor: a digest of those of its elements, and its shape

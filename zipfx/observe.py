@@ -16,18 +16,18 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from zipfx.calibrate import Calibration
-from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.graphs import NAMED, GraphModule
 from zipfx.interpret import describe
+from zipfx.model.copies import alias
+from zipfx.model.graph_module import NAMED, GraphModule
+from zipfx.model.running import State
+from zipfx.model.tensors import clone_tensors
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.precision import inexact
 from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
 from zipfx.tap import Tap
-from zipfx.tensors import clone_tensors
-from zipfx.untouched import State
 
 Choose = Callable[[Space], Sequence[Place]]
 

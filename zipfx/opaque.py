@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.graphs import attribute
+from zipfx.model.graph_module import attribute
+from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.replay import Noting
-from zipfx.tensors import clone_tensors, close, leaves
 
 #: names of the arguments of a function that are the weight and the bias of a layer; None: it has
 #: none, or one that is no parameter as it is, and that the function adds as before

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.calls import EXPECTATIONS, expect_equal
 from zipfx.errors import ZipError
-from zipfx.graphs import NAMED, attribute, plain
+from zipfx.model.calls import EXPECTATIONS, expect_equal
+from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.recipe import OWN, Recipe, Step, reads_of
 from zipfx.rewrite import (
     BAKED,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from zipfx.calls import EXPECTATIONS
 from zipfx.errors import ZipError
-from zipfx.graphs import NAMED, attribute, plain
-from zipfx.hidden import attributes, code_of
-from zipfx.naming import name_of_callable, without_addresses
-from zipfx.parametrized import is_computing, plain_class, tensor_of
+from zipfx.model.calls import EXPECTATIONS
+from zipfx.model.contents import attributes, code_of
+from zipfx.model.graph_module import NAMED, attribute, plain
+from zipfx.model.naming import name_of_callable, without_addresses
+from zipfx.model.parametrized import is_computing, plain_class, tensor_of
 from zipfx.rewrite import (
     BAKED,
     BAKED_KEY,

@@ -20,12 +20,12 @@ from zipfx.calibrate import Calibration
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.layers import samples
+from zipfx.model.running import State
 from zipfx.moments import Moments
 from zipfx.replay import Batch, Line, Room, Run, evaluating, gathered
 from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step
 from zipfx.unfold import title
-from zipfx.untouched import State
 from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is

@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from zipfx.calibrate import Calibration, batch_size
-from zipfx.calls import in_order
-from zipfx.copies import alias
 from zipfx.errors import ZipError, first_line
-from zipfx.memory import storage_key
+from zipfx.model.calls import in_order
+from zipfx.model.copies import alias
+from zipfx.model.memory import storage_key
+from zipfx.model.running import Guard, State, untouched
+from zipfx.model.tensors import clone_tensors, leaves, named_tensors
 from zipfx.modes import as_caller
-from zipfx.tensors import clone_tensors, leaves, named_tensors
-from zipfx.untouched import Guard, State, untouched
 
 
 class Line:

@@ -16,15 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zipfx.analyze import Analysis
 from zipfx.calibrate import batch_size
-from zipfx.copies import alias
 from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.model.copies import alias
+from zipfx.model.running import untouched
+from zipfx.model.tensors import clone_tensors, leaves
 from zipfx.modes import as_caller
 from zipfx.refit import Refitted
 from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
 from zipfx.tap import decomposed
-from zipfx.tensors import clone_tensors, leaves
-from zipfx.untouched import untouched
 from zipfx.values import ByValue
 
 

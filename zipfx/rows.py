@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from zipfx.memory import storage_key
+from zipfx.model.memory import storage_key
 
 #: the first operand says where the rows are, others are put there
 _PUT_BACK = """

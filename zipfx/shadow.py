@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zipfx.labels import Kind, Labels, as_fixed, by_value, mix, narrow, place, position
-from zipfx.memory import storage_key
+from zipfx.model.memory import storage_key
 from zipfx.precision import as_real
 
 #: size, strides and offset of the elements, bytes of one, and whether they are complex numbers

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.labels import Ints, Kind, Labels, support
 from zipfx.ledger import Contraction, Ledger
-from zipfx.memory import storage_key
+from zipfx.model.memory import storage_key
 from zipfx.rules import Call
 from zipfx.tap import meetings
 

@@ -30,11 +30,11 @@ from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
 from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
-from zipfx.memory import span
+from zipfx.model.memory import span
+from zipfx.model.tensors import is_batch_norm
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
-from zipfx.tensors import is_batch_norm
 from zipfx.tidy import only_looked_at
 from zipfx.tracers import is_in_place
 from zipfx.unfold import PART_KEY, title

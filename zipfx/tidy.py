@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.calls import Expectation, expect_absent, expect_equal, expect_given
+from zipfx.model.calls import Expectation, expect_absent, expect_equal, expect_given
 from zipfx.tracers import is_in_place
 
 

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zipfx.calls import (
+from zipfx.errors import ZipError, first_line
+from zipfx.example import ExampleTracer
+from zipfx.flat import packed
+from zipfx.model.calls import (
     Argument,
     Expectation,
     call,
@@ -24,15 +27,13 @@ from zipfx.calls import (
     in_order,
     spelled,
 )
-from zipfx.copies import alias, structural_copy, views
-from zipfx.errors import ZipError, first_line
-from zipfx.example import ExampleTracer
-from zipfx.flat import packed
-from zipfx.graphs import HIDDEN, GraphModule, check_names, hidden_names, plain
+from zipfx.model.copies import alias, structural_copy, views
+from zipfx.model.graph_module import HIDDEN, GraphModule, check_names, hidden_names, plain
+from zipfx.model.parametrized import fold
+from zipfx.model.running import untouched
+from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller
-from zipfx.parametrized import fold
 from zipfx.tap import decomposed
-from zipfx.tensors import clone_tensors, close, leaves
 from zipfx.tidy import (
     drop_answered,
     expectations,
@@ -41,7 +42,6 @@ from zipfx.tidy import (
     written_in_place,
 )
 from zipfx.tracers import OPENED, Tracer, is_tracing_code, refusing_autocast
-from zipfx.untouched import untouched
 
 #: meta key of a traced module: names of tensors that forward wrote down as constants
 CONSTANTS = "zipfx_constants"

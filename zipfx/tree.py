@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.correspond import tensors_at
-from zipfx.graphs import (
+from zipfx.model.graph_module import (
     EXTRA,
     Kept,
     attribute,
@@ -19,8 +19,8 @@ from zipfx.graphs import (
     module_at,
     plain,
 )
-from zipfx.memory import is_dense, partners, span
-from zipfx.tensors import named_tensors
+from zipfx.model.memory import is_dense, partners, span
+from zipfx.model.tensors import named_tensors
 
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
 

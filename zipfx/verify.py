@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zipfx.copies import alias
+from zipfx.model.copies import alias
+from zipfx.model.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
 from zipfx.modes import as_caller, as_library
 from zipfx.precision import inexact, widened
 from zipfx.spaces import Moves, Space, SpaceMap, axis_moves, moved, select
-from zipfx.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
 
 aten = torch.ops.aten
 

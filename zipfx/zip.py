@@ -36,8 +36,9 @@ from zipfx.correspond import (
 )
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
+from zipfx.model.naming import name_of_callable
+from zipfx.model.tensors import named_tensors
 from zipfx.modes import own_modes
-from zipfx.naming import name_of_callable
 from zipfx.notes import blind as unobserved
 from zipfx.notes import (
     few,
@@ -59,7 +60,6 @@ from zipfx.singular import renew
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
-from zipfx.tensors import named_tensors
 from zipfx.trace import NOTES, trace
 from zipfx.unfold import unfold
 from zipfx.weigh import match_weights

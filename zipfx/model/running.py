@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.memory import storage_key
+from zipfx.model.memory import storage_key
 
 
 @contextmanager

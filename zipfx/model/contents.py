@@ -21,8 +21,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zipfx.checks import module as as_module
 from zipfx.errors import ZipError
-from zipfx.programs import dialect, program
-from zipfx.tensors import named_tensors
+from zipfx.model.programs import dialect, program
+from zipfx.model.tensors import named_tensors
 
 _BASE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

@@ -11,8 +11,8 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
-from zipfx.graphs import Names
-from zipfx.memory import own_memory
+from zipfx.model.graph_module import Names
+from zipfx.model.memory import own_memory
 
 _HOOKS = (
     "_forward_hooks",

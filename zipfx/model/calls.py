@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from zipfx.copies import structural_copy, views
 from zipfx.errors import ZipError
+from zipfx.model.copies import structural_copy, views
+from zipfx.model.running import untouched
+from zipfx.model.tensors import leaves, map_tensors
 from zipfx.modes import as_caller
-from zipfx.tensors import leaves, map_tensors
-from zipfx.untouched import untouched
 
 #: what batches hold for a loss, going by its name
 _LABELS = re.compile(r"(^|_)(labels?|targets?|label_ids)$|^(start|end)_positions$")
