@@ -26,7 +26,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 import zipfx
 from benchmarks import evaluate, memory
-from zipfx.trace import trace
+from zipfx.trace.tracing import trace
 
 NETWORKS = ("resnet50", "swin_b", "densenet201")
 DEPTHS = (50, 100, 200, 350, 500)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 import zipfx
-from zipfx.correspond import module_paths
 from zipfx.precision import as_real
-from zipfx.trace import trace
+from zipfx.trace.align.correspond import module_paths
+from zipfx.trace.tracing import trace
 
 EXACT = 1e-12  # relative, float64
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
-from zipfx.alike import aligned
-from zipfx.correspond import last_node
-from zipfx.numbering import number
-from zipfx.trace import trace
+from zipfx.trace.align.alignment import aligned
+from zipfx.trace.align.correspond import last_node
+from zipfx.trace.align.numbering import number
+from zipfx.trace.tracing import trace
 
 
 class Reference(nn.Module):

@@ -20,7 +20,7 @@ import zipfx
 from zipfx.analyze import run_analysis
 from zipfx.observe import observe
 from zipfx.tap import decomposed
-from zipfx.trace import Tracer, trace
+from zipfx.trace.tracing import Tracer, trace
 
 FIRST = {"batch_first": True}
 

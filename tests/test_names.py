@@ -18,7 +18,7 @@ from models import NETS, Net
 from torch import Tensor, fx, nn
 
 import zipfx
-from zipfx.tracers import Tracer
+from zipfx.trace.symbolic import Tracer
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)).double()
 

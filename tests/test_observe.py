@@ -9,7 +9,7 @@ from zipfx.analyze import run_analysis
 from zipfx.calibrate import calibration
 from zipfx.observe import PLACES, Observer, observe
 from zipfx.spaces import Place
-from zipfx.trace import trace
+from zipfx.trace.tracing import trace
 
 
 def place(index: Tensor, *dims: int) -> Place:

@@ -38,7 +38,7 @@ from zipfx import group
 from zipfx.labels import Labels, beyond, support
 from zipfx.ledger import Ledger
 from zipfx.rules import together
-from zipfx.trace import trace
+from zipfx.trace.tracing import trace
 
 QUIET = {
     "deadline": None,

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
 import zipfx
-from zipfx.trace import trace
+from zipfx.trace.tracing import trace
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # it says so each time

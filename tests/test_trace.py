@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zipfx
-from zipfx.trace import NOTES, trace
+from zipfx.trace.tracing import NOTES, trace
 
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 

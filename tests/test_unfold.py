@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torchvision.models import swin_transformer
 
 import zipfx
-from zipfx.trace import NOTES, trace
+from zipfx.trace.tracing import NOTES, trace
 from zipfx.unfold import unfold
 
 UNCHANGED = 1e-9

@@ -21,7 +21,7 @@ from zipfx.model.contents import check_visible
 from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
 from zipfx.spaces import NodeInfo, SpaceMap
-from zipfx.trace import trace
+from zipfx.trace.tracing import trace
 from zipfx.verify import failing_spaces
 
 

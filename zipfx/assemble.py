@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.analyze import Analysis, run_analysis
-from zipfx.correspond import counterparts, same_graph, tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
@@ -21,8 +20,9 @@ from zipfx.model.tensors import constant_names, named_tensors
 from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, build, copy_head, copy_trunk, planted
 from zipfx.spaces import Axis, Space
-from zipfx.trace import EXPECTS
-from zipfx.tree import ValueOf
+from zipfx.trace.align.correspond import counterparts, same_graph, tensors_at
+from zipfx.trace.tracing import EXPECTS
+from zipfx.trace.tree import ValueOf
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.calibrate import fixed_randomness
-from zipfx.correspond import module_paths
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
-from zipfx.tidy import ancestors
-from zipfx.tracers import is_in_place
+from zipfx.trace.align.correspond import module_paths
+from zipfx.trace.symbolic import is_in_place
+from zipfx.trace.tidy import ancestors
 from zipfx.unfold import TITLE_KEY, reads_as_weight, with_graph
 
 

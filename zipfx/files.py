@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from zipfx.calibrate import fixed_randomness
 from zipfx.computed import computed, put_back_as_saved
 from zipfx.container import LONGEST, contents, library, unsigned, write
-from zipfx.correspond import check_models
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made, extra_texts
@@ -33,6 +32,7 @@ from zipfx.retrace import off_meta, retraced
 from zipfx.rewrite import MergedModule, homes
 from zipfx.standins import TRACED, Traced, as_described
 from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
+from zipfx.trace.align.correspond import check_models
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
 VERSION = 2

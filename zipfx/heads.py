@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from zipfx.correspond import tensors_at
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, Move, is_pattern, read_maps
 from zipfx.group import Grouping
@@ -25,6 +24,7 @@ from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
 from zipfx.model.tensors import named_tensors
 from zipfx.occurrences import Flags
+from zipfx.trace.align.correspond import tensors_at
 
 T = TypeVar("T")
 

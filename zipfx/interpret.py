@@ -49,7 +49,7 @@ from zipfx.rules import (
 from zipfx.shadow import Shadows
 from zipfx.starts import Starts, further
 from zipfx.tap import Address, Weights, decomposed, meetings
-from zipfx.trace import NOTES
+from zipfx.trace.tracing import NOTES
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}

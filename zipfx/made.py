@@ -21,7 +21,7 @@ from zipfx.model.naming import name_of_callable
 from zipfx.recipe import Recipe, Step, patched, recipe_of
 from zipfx.rewrite import HEADS
 from zipfx.stored import kind, named, tied
-from zipfx.tree import own_tensors
+from zipfx.trace.tree import own_tensors
 
 #: meta key of a merged module: a `Made`
 MADE = "zipfx_made"

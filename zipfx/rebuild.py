@@ -29,8 +29,8 @@ from zipfx.rewrite import (
     build,
     planted,
 )
-from zipfx.tidy import ancestors
-from zipfx.tree import ValueOf
+from zipfx.trace.tidy import ancestors
+from zipfx.trace.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
 Take = Callable[[str, Tensor | None], Tensor]

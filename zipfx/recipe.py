@@ -33,7 +33,7 @@ from zipfx.rewrite import (
     SOURCE_KEY,
     Part,
 )
-from zipfx.tracers import name_of
+from zipfx.trace.symbolic import name_of
 
 OWN = re.compile(r"unmerge_[0-9]+")  # buffers that heads have and models do not
 

@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.calibrate import example_arguments, example_batch
 from zipfx.errors import ZipError
-from zipfx.example import ExampleTracer, with_tensors
 from zipfx.recipe import Recipe, misfit
 from zipfx.standins import Traced, drawn
 from zipfx.stored import named
-from zipfx.trace import trace, ways
-from zipfx.tracers import Tracer
+from zipfx.trace.by_example import ExampleTracer, with_tensors
+from zipfx.trace.symbolic import Tracer
+from zipfx.trace.tracing import trace, ways
 
 _META = torch.device("meta")
 Make = Callable[[], fx.Tracer | None]

@@ -21,7 +21,7 @@ from zipfx.model.graph_module import NAMED, GraphModule, plain
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import own_modes
 from zipfx.spaces import mix, select
-from zipfx.tree import Tree, ValueOf, plant, plant_unused
+from zipfx.trace.tree import Tree, ValueOf, plant, plant_unused
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zipfx.container import DTYPES
 from zipfx.errors import ZipError, first_line
-from zipfx.tree import own_tensors
+from zipfx.trace.tree import own_tensors
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -24,7 +24,6 @@ from torch import Tensor, fx, nn
 from zipfx.assemble import Assembly
 from zipfx.calibrate import first_samples
 from zipfx.computed import Limit
-from zipfx.correspond import tensors_at
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
 from zipfx.labels import overlapping
@@ -35,8 +34,9 @@ from zipfx.model.tensors import is_batch_norm
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.spaces import Role
-from zipfx.tidy import only_looked_at
-from zipfx.tracers import is_in_place
+from zipfx.trace.align.correspond import tensors_at
+from zipfx.trace.symbolic import is_in_place
+from zipfx.trace.tidy import only_looked_at
 from zipfx.unfold import PART_KEY, title
 
 _ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.correspond import tensors_at
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.model.tensors import runs_as
 from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
-from zipfx.tidy import looks, only_looked_at
+from zipfx.trace.align.correspond import tensors_at
+from zipfx.trace.tidy import looks, only_looked_at
 
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
 #: first and last of the rows that it applies)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx import match
-from zipfx.alike import aligned
 from zipfx.analyze import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.bake import bake, with_plain_weights
@@ -24,16 +23,6 @@ from zipfx.calibrate import (
 )
 from zipfx.checks import flag, whole
 from zipfx.computed import computed, constrained, limits, put_back
-from zipfx.correspond import (
-    check_constants,
-    check_finite,
-    check_models,
-    check_outputs,
-    counterparts,
-    first_name,
-    last_node,
-    unpacked,
-)
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
 from zipfx.model.naming import name_of_callable
@@ -60,7 +49,18 @@ from zipfx.singular import renew
 from zipfx.standins import TRACED, Traced, described
 from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
-from zipfx.trace import NOTES, trace
+from zipfx.trace.align.alignment import aligned
+from zipfx.trace.align.correspond import (
+    check_constants,
+    check_finite,
+    check_models,
+    check_outputs,
+    counterparts,
+    first_name,
+    last_node,
+    unpacked,
+)
+from zipfx.trace.tracing import NOTES, trace
 from zipfx.unfold import unfold
 from zipfx.weigh import match_weights
 

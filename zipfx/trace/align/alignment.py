@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.adopt import Differs, Work, adopted
-from zipfx.correspond import differing, last_node, mismatch, module_paths
 from zipfx.errors import ZipError
 from zipfx.interpret import describe
-from zipfx.likeness import ambiguous, likened
 from zipfx.model.graph_module import NAMED, plain
-from zipfx.numbering import Numbers, number
+from zipfx.trace.align.adopt import Differs, Work, adopted
+from zipfx.trace.align.correspond import differing, last_node, mismatch, module_paths
+from zipfx.trace.align.likeness import ambiguous, likened
+from zipfx.trace.align.numbering import Numbers, number
 
 
 @dataclass(frozen=True)

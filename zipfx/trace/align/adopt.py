@@ -22,11 +22,11 @@ from zipfx.model.graph_module import NAMED, GraphModule, plain
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves, map_tensors, named_tensors
 from zipfx.modes import as_caller
-from zipfx.numbering import Numbers, Use
 from zipfx.precision import inexact, widened
 from zipfx.tap import decomposed
-from zipfx.trace import EXPECTS, NOTES, SETS
-from zipfx.tree import Tree, plant, plant_unused
+from zipfx.trace.align.numbering import Numbers, Use
+from zipfx.trace.tracing import EXPECTS, NOTES, SETS
+from zipfx.trace.tree import Tree, plant, plant_unused
 from zipfx.verify import Wide
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model

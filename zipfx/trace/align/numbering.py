@@ -30,7 +30,8 @@ from zipfx.model.memory import storage_key
 from zipfx.model.running import Guard, declared
 from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
-from zipfx.spelling import (
+from zipfx.tap import decomposed
+from zipfx.trace.align.spelling import (
     COMMUTATIVE,
     SAME,
     given_to,
@@ -40,7 +41,6 @@ from zipfx.spelling import (
     is_view,
     name_of,
 )
-from zipfx.tap import decomposed
 
 aten: Any = torch.ops.aten
 #: of a tensor: a digest of those of its elements, and its shape

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.correspond import tensors_at
 from zipfx.model.graph_module import (
     EXTRA,
     Kept,
@@ -21,6 +20,7 @@ from zipfx.model.graph_module import (
 )
 from zipfx.model.memory import is_dense, partners, span
 from zipfx.model.tensors import named_tensors
+from zipfx.trace.align.correspond import tensors_at
 
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
 

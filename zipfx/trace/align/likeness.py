@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.numbering import Numbers, Ranks, Use, number
+from zipfx.trace.align.numbering import Numbers, Ranks, Use, number
 
 _MOST = 4  # weights of one kind whose orders are tried, all of them
 _RUNS = 60  # of a graph

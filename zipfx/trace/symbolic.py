@@ -31,9 +31,7 @@ _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operat
 _TRACING = (
     "torch/fx/",
     "torch/nn/modules/module.py",
-    "zipfx/trace.py",
-    "zipfx/tracers.py",
-    "zipfx/example.py",
+    "zipfx/trace/",
 )
 
 

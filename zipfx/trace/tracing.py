@@ -17,8 +17,6 @@ import torch
 from torch import fx, nn
 
 from zipfx.errors import ZipError, first_line
-from zipfx.example import ExampleTracer
-from zipfx.flat import packed
 from zipfx.model.calls import (
     Argument,
     Expectation,
@@ -34,14 +32,16 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller
 from zipfx.tap import decomposed
-from zipfx.tidy import (
+from zipfx.trace.by_example import ExampleTracer
+from zipfx.trace.flat import packed
+from zipfx.trace.symbolic import OPENED, Tracer, is_tracing_code, refusing_autocast
+from zipfx.trace.tidy import (
     drop_answered,
     expectations,
     give_defaults,
     sink_shapes,
     written_in_place,
 )
-from zipfx.tracers import OPENED, Tracer, is_tracing_code, refusing_autocast
 
 #: meta key of a traced module: names of tensors that forward wrote down as constants
 CONSTANTS = "zipfx_constants"

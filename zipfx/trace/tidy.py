@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zipfx.model.calls import Expectation, expect_absent, expect_equal, expect_given
-from zipfx.tracers import is_in_place
+from zipfx.trace.symbolic import is_in_place
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:

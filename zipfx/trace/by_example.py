@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.model.calls import Argument
-from zipfx.tracers import Tracer, is_in_place, is_tracing_code, name_of
+from zipfx.trace.symbolic import Tracer, is_in_place, is_tracing_code, name_of
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
 FACTORIES = """
