@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 import zipfx
-from zipfx.verify import cycle
+from zipfx.analysis.verify import cycle
 
 MERGED = 1e-10  # two merges that must be the same, to rounding (as in test_laws)
 AT_THE_ENDS = ("unlike any other", "output of the network")  # what no analysis could free

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zipfx
 from zipfx import ZipError
 from zipfx import draw as drawing
-from zipfx.draw import HEIGHT, Box, layout, palette, ranks
+from zipfx.analysis.spaces.picture import HEIGHT, Box, layout, palette, ranks
 
 
 class Small(nn.Module):

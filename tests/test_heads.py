@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models.resnet import BasicBlock
 
 import zipfx
+from zipfx.analysis.labels.labels import overlapping
+from zipfx.analysis.spaces.space_map import select
 from zipfx.assemble import Assembly
-from zipfx.labels import overlapping
-from zipfx.spaces import select
 
 ZIP = importlib.import_module("zipfx.zip")
 # their trunks write into values that were handed on before: nothing to compare node by node

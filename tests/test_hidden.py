@@ -389,7 +389,10 @@ def test_digests_of_code_are_those_of_every_process(tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / "coded.py").write_text(before + source, encoding="utf-8")
-        asks = "import coded; from zipfx.model.contents import code_of; print(code_of('f', coded.make(2)))"
+        asks = (
+            "import coded; from zipfx.model.contents import code_of; "
+            "print(code_of('f', coded.make(2)))"
+        )
         found.append(
             subprocess.run(
                 [sys.executable, "-c", asks],

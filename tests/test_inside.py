@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torchvision.models.swin_transformer import SwinTransformer
 
 import zipfx
-from zipfx.analyze import run_analysis
+from zipfx.analysis.analysis import run_analysis
+from zipfx.analysis.labels.inside import decomposed
 from zipfx.observe import observe
-from zipfx.tap import decomposed
 from zipfx.trace.tracing import Tracer, trace
 
 FIRST = {"batch_first": True}

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.analyze import run_analysis
+from zipfx.analysis.analysis import run_analysis
+from zipfx.analysis.spaces.space_map import Place
 from zipfx.calibrate import calibration
 from zipfx.observe import PLACES, Observer, observe
-from zipfx.spaces import Place
 from zipfx.trace.tracing import trace
 
 

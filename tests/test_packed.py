@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zipfx
+from zipfx.analysis.spaces.space_map import Place
 from zipfx.observe import Observer
-from zipfx.spaces import Place
 
 Batch = tuple[Tensor, Tensor]
 

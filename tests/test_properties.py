@@ -35,9 +35,9 @@ from torch import Tensor
 
 import zipfx
 from zipfx import group
-from zipfx.labels import Labels, beyond, support
-from zipfx.ledger import Ledger
-from zipfx.rules import together
+from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.labels import Labels, beyond, support
+from zipfx.analysis.rules import together
 from zipfx.trace.tracing import trace
 
 QUIET = {

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
-from zipfx.rules import TAUGHT, Call, Labels, join
-from zipfx.rules.together import together
+from zipfx.analysis.rules import TAUGHT, Call, Labels, join
+from zipfx.analysis.rules.reductions import together
 
 aten, ops = torch.ops.aten, torch.ops.zipfxtest
 ANALYSIS = Path(__file__).resolve().parents[1] / "docs" / "analysis.md"

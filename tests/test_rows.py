@@ -11,7 +11,7 @@ from laws import EXACT, error, heads_error, merge, permuted, run, unharmed
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.rows import Origins, Rows
+from zipfx.analysis.rows import Origins, Rows
 
 
 class Experts(nn.Module):

@@ -14,11 +14,11 @@ from test_blocks import Net, Size, data, law1, law3, parameter, sizes
 from torch import Tensor, fft, nn
 
 import zipfx
+from zipfx.analysis.labels.labels import by_value
+from zipfx.analysis.spaces.space_map import Place
 from zipfx.fuse import AxisMap, AxisMatrix, fuse
-from zipfx.labels import by_value
 from zipfx.observe import Observer
 from zipfx.precision import as_real
-from zipfx.spaces import Place
 
 ops = torch.ops.zipfxspectral
 

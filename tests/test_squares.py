@@ -14,7 +14,7 @@ from test_blocks import Net, Size, data, law1, law3, parameter, sizes
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.twofold import closure, find_sides
+from zipfx.analysis.grouping.squares import closure, find_sides
 
 I8 = torch.eye(8, dtype=torch.float64)
 TRIANGLE = torch.tensor([0, 1, 2, 3, 5, 6, 7, 10, 11, 15])  # of a matrix of 4 x 4, flat

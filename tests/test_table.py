@@ -8,7 +8,7 @@ from models import NETS
 from torch import nn
 
 import zipfx
-from zipfx.spaces import WIDTH, Axis, Pinned, Role, Space, SpaceMap, block_text
+from zipfx.analysis.spaces.space_map import WIDTH, Axis, Pinned, Role, Space, SpaceMap, block_text
 from zipfx.table import summary, table
 
 CONSTANTS = "unlike any other: it meets fixed coordinates (input channels, positions, constants)"

@@ -3,7 +3,9 @@
 merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 """
 
-from zipfx.analyze import analyze
+from zipfx.analysis.analysis import analyze
+from zipfx.analysis.rules import register_rule
+from zipfx.analysis.spaces.space_map import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.errors import ZipError
 from zipfx.files import load, save
 from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
@@ -11,8 +13,6 @@ from zipfx.matrices import Linear, Matching
 from zipfx.refit import Refit, Refitted
 from zipfx.report import Report
 from zipfx.rewrite import head
-from zipfx.rules import register_rule
-from zipfx.spaces import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.statistics import Statistics
 from zipfx.zip import zip
 

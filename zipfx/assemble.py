@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.analyze import Analysis, run_analysis
+from zipfx.analysis.analysis import Analysis, run_analysis
+from zipfx.analysis.labels.labels import Kind
+from zipfx.analysis.spaces.space_map import Axis, Space
 from zipfx.errors import ZipError
 from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
-from zipfx.labels import Kind
 from zipfx.matrices import Merge, Pairs
 from zipfx.model.graph_module import plain
 from zipfx.model.tensors import constant_names, named_tensors
 from zipfx.precision import inexact
 from zipfx.rewrite import MergedModule, Part, build, copy_head, copy_trunk, planted
-from zipfx.spaces import Axis, Space
 from zipfx.trace.align.correspond import counterparts, same_graph, tensors_at
 from zipfx.trace.tracing import EXPECTS
 from zipfx.trace.tree import ValueOf

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zipfx.analysis.spaces.space_map import Axis, Role, Space, by_rows
 from zipfx.matrices import (
     Matching,
     Merge,
@@ -22,7 +23,6 @@ from zipfx.matrices import (
     unmerge_of,
 )
 from zipfx.precision import widened
-from zipfx.spaces import Axis, Role, Space, by_rows
 
 
 @dataclass(frozen=True)

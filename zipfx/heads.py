@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from zipfx.analysis.grouping.classes import Grouping
+from zipfx.analysis.grouping.components import Flags
+from zipfx.analysis.interpret import Facts, NodeFacts, describe
+from zipfx.analysis.labels.labels import Ints, Kind, overlapping
 from zipfx.errors import ZipError
 from zipfx.fuse import AxisMap, Move, is_pattern, read_maps
-from zipfx.group import Grouping
-from zipfx.interpret import Facts, NodeFacts, describe
-from zipfx.labels import Ints, Kind, overlapping
 from zipfx.matrices import Matching, Merge
 from zipfx.model.tensors import named_tensors
-from zipfx.occurrences import Flags
 from zipfx.trace.align.correspond import tensors_at
 
 T = TypeVar("T")

@@ -7,13 +7,13 @@ from contextlib import suppress
 
 from torch import nn
 
-from zipfx.analyze import Analysis
+from zipfx.analysis.analysis import Analysis
+from zipfx.analysis.spaces.space_map import Space
 from zipfx.made import extra_texts
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
 from zipfx.pairing import comparable
 from zipfx.refit import Refitted
-from zipfx.spaces import Space
 from zipfx.table import summary
 
 

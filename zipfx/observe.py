@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
+from zipfx.analysis.interpret import describe
+from zipfx.analysis.labels.inside import Tap
+from zipfx.analysis.spaces.space_map import Place, Space
 from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
-from zipfx.interpret import describe
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, GraphModule
 from zipfx.model.running import State
@@ -25,9 +27,7 @@ from zipfx.model.tensors import clone_tensors
 from zipfx.modes import as_caller
 from zipfx.moments import Moments
 from zipfx.precision import inexact
-from zipfx.spaces import Place, Space
 from zipfx.statistics import Similarity, Statistics
-from zipfx.tap import Tap
 
 Choose = Callable[[Space], Sequence[Place]]
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from zipfx.analysis.labels.labels import Ints
+from zipfx.analysis.spaces.space_map import Space
 from zipfx.errors import ZipError, first_line
 from zipfx.fuse import axis_map
-from zipfx.labels import Ints
 from zipfx.match import Identity, Matcher, Permute
 from zipfx.matrices import Linear, Matching, Merge, Pairs, joined_pairs
-from zipfx.spaces import Space
 from zipfx.statistics import Statistics
 
 Matched = dict[str, tuple[Merge, Pairs]]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from zipfx.analyze import Analysis
+from zipfx.analysis.analysis import Analysis
+from zipfx.analysis.labels.inside import decomposed
+from zipfx.analysis.spaces.space_map import Pinned, Space, pinned_lines
 from zipfx.calibrate import batch_size
 from zipfx.matrices import Matching, Merge, Pairs
 from zipfx.model.copies import alias
@@ -22,9 +24,7 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves
 from zipfx.modes import as_caller
 from zipfx.refit import Refitted
-from zipfx.spaces import Pinned, Space, pinned_lines
 from zipfx.table import table
-from zipfx.tap import decomposed
 from zipfx.values import ByValue
 
 

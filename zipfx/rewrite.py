@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zipfx.analysis.spaces.space_map import mix, select
 from zipfx.errors import ZipError
 from zipfx.heads import HeadPlan
 from zipfx.model.calls import EXPECTATIONS, Expectation
 from zipfx.model.graph_module import NAMED, GraphModule, plain
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import own_modes
-from zipfx.spaces import mix, select
 from zipfx.trace.tree import Tree, ValueOf, plant, plant_unused
 
 HEADS = "task_heads"

@@ -21,19 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from zipfx.analysis.labels.labels import overlapping
+from zipfx.analysis.spaces.space_map import Role
 from zipfx.assemble import Assembly
 from zipfx.calibrate import first_samples
 from zipfx.computed import Limit
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
-from zipfx.labels import overlapping
 from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
 from zipfx.model.memory import span
 from zipfx.model.tensors import is_batch_norm
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
-from zipfx.spaces import Role
 from zipfx.trace.align.correspond import tensors_at
 from zipfx.trace.symbolic import is_in_place
 from zipfx.trace.tidy import only_looked_at

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx import match
-from zipfx.analyze import Analysis, checked, run_analysis
+from zipfx.analysis.analysis import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.bake import bake, with_plain_weights
 from zipfx.calibrate import (

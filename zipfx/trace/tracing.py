@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zipfx.analysis.labels.inside import decomposed
 from zipfx.errors import ZipError, first_line
 from zipfx.model.calls import (
     Argument,
@@ -31,7 +32,6 @@ from zipfx.model.parametrized import fold
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller
-from zipfx.tap import decomposed
 from zipfx.trace.by_example import ExampleTracer
 from zipfx.trace.flat import packed
 from zipfx.trace.symbolic import OPENED, Tracer, is_tracing_code, refusing_autocast

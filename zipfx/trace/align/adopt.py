@@ -16,18 +16,18 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.analysis.interpret import describe
+from zipfx.analysis.labels.inside import decomposed
+from zipfx.analysis.verify import Wide
 from zipfx.errors import ZipError
-from zipfx.interpret import describe
 from zipfx.model.graph_module import NAMED, GraphModule, plain
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves, map_tensors, named_tensors
 from zipfx.modes import as_caller
 from zipfx.precision import inexact, widened
-from zipfx.tap import decomposed
 from zipfx.trace.align.numbering import Numbers, Use
 from zipfx.trace.tracing import EXPECTS, NOTES, SETS
 from zipfx.trace.tree import Tree, plant, plant_unused
-from zipfx.verify import Wide
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
 _EXACT, _CLOSE = 1e-9, 1e-4  # relative, in float64, and in the model's own dtype

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
+from zipfx.analysis.interpret import describe
 from zipfx.errors import ZipError
-from zipfx.interpret import describe
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.trace.align.adopt import Differs, Work, adopted
 from zipfx.trace.align.correspond import differing, last_node, mismatch, module_paths

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.analysis.interpret import describe
+from zipfx.analysis.spaces.space_map import Space
 from zipfx.errors import ZipError, first_line
-from zipfx.interpret import describe
 from zipfx.model.contents import attributes, check_visible
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, attribute, plain
@@ -22,7 +23,6 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller
 from zipfx.precision import inexact
-from zipfx.spaces import Space
 
 
 def module_paths(node: fx.Node) -> list[str]:

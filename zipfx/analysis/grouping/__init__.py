@@ -1,0 +1,1 @@
+"""Grouping: constraints on labels become classes of features that may be exchanged."""

@@ -1,0 +1,392 @@
+"""Group labels into feature spaces: features are exchangeable when they occur in the same axes in
+the same way, inside blocks that are themselves exchangeable.
+
+A component of labels that are tied by edges is one feature, or one block (`occurrences`). Its
+colour hashes the axes it lies on and every coordinate it has met; `nesting` finds from colours
+and memberships what may be exchanged.  A space is a class of features: the inner features of all
+attention heads of a layer, say, and the heads themselves are another.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zipfx.analysis.grouping.block_system import Nesting, nest
+from zipfx.analysis.grouping.components import Flags, components, in_parts, occurrences, runs
+from zipfx.analysis.grouping.known import Known
+from zipfx.analysis.grouping.squares import Square
+from zipfx.analysis.interpret import Facts
+from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.labels import Hashes, Ints, as_they_come, mix, overlapping
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What the nodes up to `last` know of features and blocks, the *vertices*.
+
+    vertex: of every label; turn: the order of several labels of a vertex on one axis; kind: the
+    class of every vertex; rank: the order of vertices that move together; space: of every vertex
+    that is a feature of one (else -1), member: its number in it. A vertex moves with each entry
+    (moved space, member) from starts[v] to starts[v + 1]: its own and those of the blocks it
+    belongs to, moved side being 1 for those of its column (see `twofold`); row, column: of every
+    vertex that is the entry of a square (else -1). sizes, blocks: of the spaces; of_blocks: whether
+    their members are blocks of features that reach data. crossing: the nodes whose values leave for
+    the heads.
+    """
+
+    last: int
+    known: Known
+    vertex: Ints
+    turn: Ints
+    kind: Ints
+    rank: Ints
+    space: Ints
+    member: Ints
+    starts: Ints
+    moved_space: Ints
+    moved_member: Ints
+    moved_side: Ints
+    row: Ints
+    column: Ints
+    sizes: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    of_blocks: tuple[bool, ...]
+    overlapping: Flags
+    crossing: tuple[int, ...] = ()
+
+    def entries(self, labels: Ints) -> tuple[Ints, Ints, Ints]:
+        """For all that moves these labels: (index into labels, space, member)."""
+        index, entry = self._entries(labels)
+        return index, self.moved_space[entry], self.moved_member[entry]
+
+    def _entries(self, labels: Ints) -> tuple[Ints, Ints]:
+        v = self.vertex[labels]
+        count = np.where(labels > 0, self.starts[v + 1] - self.starts[v], 0)
+        index = np.repeat(np.arange(len(v)), count)
+        within = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+        return index, self.starts[v][index] + within
+
+    def tables(self, *slots: Ints) -> list[tuple[int, Tensor]]:
+        """For every space wholly present on an axis with these labels: (space, index table).
+
+        slots: (n,) labels per index of the axis, 0 for none. The table is (size, occurrences);
+        blocks come before what is inside them. A space has two tables, to be followed one after the
+        other, where its features are the rows and the columns of what lies on the axis.
+        """
+        found: dict[int, list[Tensor]] = {}
+        for labels in slots:
+            for s, table in self._tables(labels):
+                known = found.setdefault(s, [])
+                rows = table.sort(dim=1)[0]
+                if all(not torch.equal(rows, other.sort(dim=1)[0]) for other in known):
+                    known.append(table)
+        return [(s, table) for s in sorted(found) for table in found[s]]
+
+    def _tables(self, labels: Ints) -> list[tuple[int, Tensor]]:
+        index, entry = self._entries(labels)
+        if not len(index):
+            return []
+        space, member, side = (
+            moved[entry] for moved in (self.moved_space, self.moved_member, self.moved_side)
+        )
+        vertex = self.vertex[labels[index]]
+        across = along = np.zeros(len(index), np.int64)
+        if side.any():
+            square = Square.of(vertex, self.row, self.column, index, space, member, side)
+            index, space, member, side, vertex = square.entries
+            across, along = (self.rank[v] for v in (square.across, square.along))
+        rank, turn = self.rank[vertex], self.turn[labels[index]]
+        key = 2 * space + side
+        order = np.lexsort((index, turn, rank, along, across, member, key))
+        index, key, member = index[order], key[order], member[order]
+        starts = np.flatnonzero(np.diff(key, prepend=-1))
+        count = np.diff(starts, append=len(key))
+        size = self._sizes[key[starts] // 2]
+        within = np.arange(len(key)) - np.repeat(starts, count)
+        regular = member == within // np.repeat(np.maximum(count // size, 1), count)
+        whole = np.logical_and.reduceat(regular, starts) & (count % size == 0)
+        table = torch.from_numpy(index)
+        return [
+            (k // 2, table[start : start + length].reshape(n, -1))
+            for k, n, start, length in np.stack([key[starts], size, starts, count], 1)[
+                whole
+            ].tolist()
+        ]
+
+    def torn(self, labels: Ints) -> set[int]:
+        """The spaces whose features are rows and columns on an axis with these labels, but not of a
+        whole square."""
+        index, entry = self._entries(labels)
+        space, member, side = (
+            moved[entry] for moved in (self.moved_space, self.moved_member, self.moved_side)
+        )
+        if not side.any():
+            return set()
+        vertex = self.vertex[labels[index]]
+        return Square.of(vertex, self.row, self.column, index, space, member, side).torn
+
+    @functools.cached_property
+    def _sizes(self) -> Ints:
+        return np.array(self.sizes, np.int64)
+
+    def spaces(self, labels: Ints) -> set[int]:
+        """The spaces that move any of these labels."""
+        return set(np.unique(self.entries(np.unique(labels))[1]).tolist())
+
+    def mixes(self, space: int, *slots: Ints) -> bool:
+        """Whether features of a space lie here together with others of it, or with those of a space
+        that it does not lie in, so that the occurrences of a feature may have another order in
+        another model."""
+        found = [self.entries(labels)[:2] for labels in slots]
+        index, spaces = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        own = index[spaces == space]
+        here = np.isin(index, own)
+        return len(np.unique(own)) < len(own) or bool(
+            set(spaces[here].tolist()) - {space, *(s for s, _ in self.parents(space))}
+        )
+
+    def parents(self, space: int) -> list[tuple[int, Tensor]]:
+        """The spaces of the blocks that a space lies in, outermost first, with index tables into
+        the features of the space."""
+        return self._nested[space]
+
+    @functools.cached_property
+    def _nested(self) -> list[list[tuple[int, Tensor]]]:
+        """`parents` of every space."""
+        found = []
+        for space in range(len(self.sizes)):
+            own = np.flatnonzero(self.space == space)
+            own = own[np.argsort(self.member[own])]
+            found.append([(s, t) for s, t in self.tables(self._label[own]) if s != space])
+        return found
+
+    @functools.cached_property
+    def _label(self) -> Ints:
+        """Some label of every vertex."""
+        found = np.zeros(len(self.kind), np.int64)
+        found[self.vertex[::-1]] = np.arange(len(self.vertex))[::-1]
+        return found
+
+
+def group(
+    facts: Facts,
+    last: int | None = None,
+    held: Collection[int] = (),
+    crossing: Sequence[int] = (),
+) -> Grouping:
+    """Group the labels by what the nodes up to index `last` (default: all) know.
+
+    held: labels whose features stay where they are (found unsafe by `verify`, say); crossing: nodes
+    whose values leave the trunk, so that only features which leave together share a space.
+    """
+    ledger = facts.ledger
+    last = len(facts.nodes) - 1 if last is None else last
+    facts = facts.until(last)
+    leaving = [
+        tuple(t.numpy() for t in torch.unique(slot, return_counts=True))
+        for i in crossing
+        for value in facts.nodes[i].values
+        for slot in value.features
+    ]
+    known = Known.learn(ledger, last, leaving)
+    component = components(ledger, last)
+    turn, name, shape = occurrences(ledger, last, known.axis, known.colour, component)
+    held_labels = np.array(sorted(held), np.int64)
+    nesting = _nest(ledger, last, known, component, held_labels, shape, name)
+    vertex = nesting.vertex[component]
+    turn = in_parts(turn, nesting.kind[vertex], nesting.part[component])
+    n = len(nesting.kind)
+
+    first = np.full(n, ledger.size, np.int64)
+    real = np.flatnonzero(known.axis >= 0)
+    np.minimum.at(first, vertex[real], real)
+    np.minimum.at(first, nesting.ancestor, first[nesting.child])
+    free = np.zeros(n, bool)
+    for ids, node in ledger.alive:
+        if node <= last:
+            free[vertex[ids[ids > 0]]] = True
+    inside = np.zeros(n, bool)
+    inside[nesting.ancestor[free[nesting.child]]] = True
+    free |= inside
+    free &= first < ledger.size
+    free[vertex[held_labels]] = False
+    free[vertex[0]] = False
+    free &= ~nesting.overlapping
+    free &= np.bincount(nesting.cell)[nesting.cell] > 1
+    rank = _rank(nesting, first)
+    made = _number(last, known, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
+    torn = _torn(facts, made) if made.moved_side.any() else set()
+    if not torn:
+        return made
+    labels = np.flatnonzero(np.isin(made.space[made.vertex], sorted(torn)))
+    return group(facts, last, {*held, *labels.tolist()}, crossing)
+
+
+def _torn(facts: Facts, made: Grouping) -> set[int]:
+    """Spaces with rows and columns of what is no whole square, on some axis or in some value."""
+    axes = [np.arange(axis.start, axis.stop) for axis in facts.ledger.axes]
+    values = [
+        labels
+        for node in facts.nodes[: made.last + 1]
+        for value in node.values
+        for _, slots in overlapping(value.features)
+        for labels in slots
+    ]
+    return set().union(*(made.torn(labels) for labels in (*axes, *values)))
+
+
+def _rank(nesting: Nesting, first: Ints) -> Ints:
+    """The order of vertices by class, by their ancestors, then by first label, so that two blocks
+    list what is inside them in the same order."""
+    order = np.lexsort((first[nesting.ancestor], nesting.kind[nesting.ancestor], nesting.child))
+    child, ancestor = nesting.child[order], nesting.ancestor[order]
+    generation = np.arange(len(child)) - np.searchsorted(child, child)
+    keys = [first]
+    for g in range(int(generation.max(initial=-1)), -1, -1):
+        key = np.zeros(len(first), np.int64)
+        key[child[generation == g]] = first[ancestor[generation == g]]
+        keys.append(key)
+    rank = np.empty(len(first), np.int64)
+    rank[np.lexsort((*keys, nesting.kind))] = np.arange(len(first))
+    return rank
+
+
+def _nest(
+    ledger: Ledger,
+    last: int,
+    known: Known,
+    component: Ints,
+    held: Ints,
+    shape: Hashes,
+    name: Hashes,
+) -> Nesting:
+    colour = shape.copy()
+    lies_on = mix(mix(known.axis).view(np.int64) ^ 1)
+    lies_on[known.axis < 0] = 0
+    np.add.at(colour, component, lies_on + known.colour)
+    colour[component[held]] += mix(1)
+    members = [m for m in ledger.members if m.node <= last]
+    empty = [np.zeros(0, np.int64)]
+    a, b = (np.concatenate([getattr(m, name) for m in members] or empty) for name in ("a", "b"))
+    role = np.concatenate([m.role for m in members] or [np.zeros(0, np.uint64)])
+    used = np.zeros(ledger.size, bool)
+    for ids in (*(e.a for e in ledger.edges), *(e.b for e in ledger.edges), a, b):
+        used[ids] = True
+    for axis in ledger.axes:  # an axis that is also used as a whole ties its parts
+        whole = np.arange(axis.base, axis.base + axis.size)
+        if axis.by >= 0 and used[whole].any():
+            a = np.concatenate([a, np.arange(axis.start, axis.stop)])
+            b = np.concatenate([b, np.tile(whole, axis.parts)])
+            role = np.concatenate([role, np.full(axis.stop - axis.start, mix(2), np.uint64)])
+    role = mix((role ^ mix(name[a].view(np.int64)) ^ mix(~name[b].view(np.int64))).view(np.int64))
+    # a block that became one with others stays a vertex of its own below them: what belongs to it
+    # need not be like what belongs to the others
+    blocks = np.unique(b)
+    starts = np.cumsum([0, *(len(m.a) for m in members)])
+    stays, again, before, of_both = _repeated(starts, component[a], b, role)
+    blocks = blocks[(np.bincount(component)[component[blocks]] > 1) & (known.axis[blocks] < 0)]
+    below = component.copy()
+    below[blocks] = len(colour) + np.arange(len(blocks))
+    found = nest(
+        np.concatenate([colour, known.colour[blocks] + mix(3)]),
+        np.concatenate([component[a[stays]], below[again], below[blocks]]),
+        np.concatenate([below[b[stays]], below[before], component[blocks]]),
+        np.concatenate([role[stays], of_both, mix(name[blocks].view(np.int64)) + mix(4)]),
+    )
+    return replace(found, vertex=found.vertex[: len(colour)])
+
+
+def _repeated(
+    starts: Ints, vertex: Ints, b: Ints, role: Hashes
+) -> tuple[Flags, Ints, Ints, Hashes]:
+    """Members that are told again: pairs of which the same vertices belong to other blocks in the
+    same pattern, such as those of every norm on a residual stream. The blocks then meet those of
+    the first time, which says as much in fewer pairs.
+
+    Args:
+        starts: where the pairs of each record begin, and the last ones end.
+        vertex, b, role: of all pairs.
+
+    Returns:
+        Which pairs stay, and further pairs: blocks, those they meet, and roles.
+    """
+    stays = np.ones(len(vertex), bool)
+    seen: dict[bytes, Ints] = {}
+    again, before, told = [], [], []
+    for i, (begin, stop) in enumerate(itertools.pairwise(starts)):
+        order = begin + np.argsort(vertex[begin:stop])
+        if (np.diff(vertex[order]) == 0).any():
+            continue
+        at, of = as_they_come(b[order])
+        ways = as_they_come(role[order])[1]
+        blocks = b[order][at]
+        digest = hashlib.blake2b(np.concatenate([vertex[order], of, ways]).tobytes())
+        first = seen.setdefault(digest.digest(), blocks)
+        if first is not blocks:
+            stays[begin:stop] = False
+            again.append(blocks)
+            before.append(first)
+            told.append(np.full(len(blocks), mix((mix(i) ^ mix(5)).view(np.int64)), np.uint64))
+    none = [np.zeros(0, np.int64)]
+    return (
+        stays,
+        np.concatenate(again or none),
+        np.concatenate(before or none),
+        np.concatenate(told or [np.zeros(0, np.uint64)]),
+    )
+
+
+def _number(
+    last: int,
+    known: Known,
+    vertex: Ints,
+    turn: Ints,
+    nesting: Nesting,
+    first: Ints,
+    rank: Ints,
+    free: Flags,
+    inside: Flags,
+    crossing: tuple[int, ...],
+) -> Grouping:
+    """Number spaces and their members by their first labels, blocks before what is inside them."""
+    n = len(nesting.kind)
+    depth = np.bincount(nesting.child, minlength=n)
+    members = np.flatnonzero(free)
+    kind = nesting.kind[members]
+    start = np.full(int(nesting.kind.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(start, kind, first[members])
+    cell_start = np.full(int(nesting.cell.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(cell_start, nesting.cell[members], first[members])
+    of_cell = cell_start[nesting.cell[members]]
+    order = np.lexsort((first[members], of_cell, kind, depth[members], start[kind]))
+    members, kind = members[order], kind[order]
+    space, member = np.full(n, -1, np.int64), np.zeros(n, np.int64)
+    sizes, blocks, of_blocks = [], [], []
+    for s, (_, begin, stop) in enumerate(runs(kind)):
+        mine = members[begin:stop]
+        space[mine], member[mine] = s, np.arange(stop - begin)
+        cells = [b - a for _, a, b in runs(nesting.cell[mine])]
+        sizes.append(stop - begin)
+        blocks.append(tuple(cells) if len(cells) > 1 else ())
+        of_blocks.append(bool(inside[mine].any()))
+    moves = np.flatnonzero(space >= 0)
+    child = np.concatenate([moves, nesting.child])
+    parent = np.concatenate([moves, nesting.ancestor])
+    side = np.concatenate([np.zeros(len(moves), np.int64), nesting.side])
+    order = np.argsort(child, kind="stable")
+    order = order[space[parent[order]] >= 0]
+    child, parent, side = child[order], parent[order], side[order]
+    starts = np.searchsorted(child, np.arange(n + 1))
+    return Grouping(
+        last, known, vertex, turn, nesting.kind, rank,
+        space, member, starts, space[parent], member[parent], side, nesting.row, nesting.column,
+        tuple(sizes), tuple(blocks), tuple(of_blocks), nesting.overlapping, crossing,
+    )  # fmt: skip

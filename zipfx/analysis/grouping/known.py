@@ -1,0 +1,52 @@
+"""Known: what the nodes of a trunk know of every label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zipfx.analysis.grouping.components import Flags, components
+from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.labels import Hashes, Ints, mix
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the nodes up to `last` know of every label: its axis (-1: none), its colour, whether a
+    weight that reads features, or one that makes them, has it."""
+
+    axis: Ints
+    colour: Hashes
+    consumed: Flags
+    produced: Flags
+
+    @staticmethod
+    def learn(ledger: Ledger, last: int, crossing: Sequence[tuple[Ints, ...]] = ()) -> Known:
+        """crossing: the labels that leave with each value that leaves the trunk, and how often."""
+        axis = np.full(ledger.size, -1, np.int64)
+        for i, a in enumerate(ledger.axes):
+            axis[a.start : a.stop] = i
+        colour = np.zeros(ledger.size, np.uint64)
+        for c in ledger.colours:
+            if c.node <= last:
+                np.add.at(colour, c.a, c.value)
+        for i, (ids, count) in enumerate(crossing):
+            colour[ids] += mix(mix(-1 - i).view(np.int64) ^ count)
+        for a in ledger.axes:
+            if a.by >= 0:  # what an axis meets as a whole, all its parts meet
+                whole = colour[a.base : a.base + a.size]
+                colour[a.start : a.stop] += np.tile(mix(whole.view(np.int64)), a.parts)
+        weights = components(ledger, last, weights_only=True)
+        consumed = [c.w for c in ledger.contractions if c.node <= last]
+        produced = [ids for ids, node in ledger.produced if node <= last]
+        return Known(axis, colour, _spread(weights, consumed), _spread(weights, produced))
+
+
+def _spread(group: Ints, labels: Sequence[Ints]) -> Flags:
+    """Whether any of these labels lies in the group of each label."""
+    hit = np.zeros(group.max() + 1, bool)
+    for ids in labels:
+        hit[group[ids[ids > 0]]] = True
+    return hit[group]

@@ -1,0 +1,410 @@
+"""The label interpretation: run the traced graph once and write down which feature is where.
+
+An `fx.Interpreter` walks the graph node by node; below it a `TorchDispatchMode` sees every aten
+call and computes the labels of its results.  The outcome is a frozen `Facts`, from which every
+later stage reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.inside import Address, Weights, decomposed, meetings
+from zipfx.analysis.labels.labels import (
+    Ints,
+    Kind,
+    Labels,
+    by_value,
+    positions,
+    support,
+    trimmed,
+    vector,
+)
+from zipfx.analysis.labels.storages import Shadows
+from zipfx.analysis.rows import Origins, Rows
+from zipfx.analysis.rules import (
+    ALSO_POINTWISE,
+    IDENTITY,
+    MOVEMENT,
+    RULES,
+    TAUGHT,
+    UNIFORM,
+    Call,
+    functional,
+    join,
+    made_of_others,
+    movement,
+    opaque,
+    paired,
+    pointwise,
+    rule_of,
+    taught,
+)
+from zipfx.analysis.starts import Starts, further
+from zipfx.errors import ZipError
+from zipfx.model.copies import alias
+from zipfx.model.graph_module import plain
+from zipfx.model.memory import partners, storage_key
+from zipfx.model.running import Guard, declared
+from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.modes import as_caller, as_library
+from zipfx.precision import as_real, inexact
+from zipfx.trace.tracing import NOTES
+
+aten = torch.ops.aten
+_COPY = {aten.copy_.default}
+_FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_NORMS = {op for op, function in RULES.items() if function is RULES[aten.native_batch_norm.default]}
+_INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What was met at an address inside a node: the labels along `axis` (counted from the end).
+
+    blurred: dimensions along which other features lie; data: whether it depends on the input;
+    chosen: whether its rows are others in every model.
+    """
+
+    address: Address
+    axis: int
+    labels: Ints
+    blurred: tuple[int, ...]
+    data: bool
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one graph node computed.
+
+    values: features of the tensors in its result, in pytree order; kind: the largest of theirs
+    (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
+    whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
+    and make inside it; chosen: whether its rows are others in every model (see `rows`).
+    """
+
+    values: tuple[Labels, ...]
+    kind: Kind | None
+    is_tensor: bool
+    owners: frozenset[int]
+    writes: frozenset[int]
+    traits: frozenset[str]
+    inner: tuple[Heard, ...] = ()
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The outcome of one interpretation; node i of the graph has `nodes[i]`.
+
+    state: names of the parameters and buffers; their storages have the owners -1, -2, ...
+    rewritten: (j, i, facts) where node j wrote in place to what node i had computed, and node i is
+    read again: what it says from then on; empty: where data chooses rows, and has chosen none, so
+    that what follows was not seen at work.
+    """
+
+    ledger: Ledger
+    nodes: tuple[NodeFacts, ...]
+    notes: tuple[str, ...]
+    state: tuple[str, ...] = ()
+    rewritten: tuple[tuple[int, int, NodeFacts], ...] = ()
+    empty: tuple[str, ...] = ()
+
+    def until(self, last: int) -> Facts:
+        """The same facts, the values being as node `last` leaves them."""
+        nodes = list(self.nodes)
+        for j, i, fact in self.rewritten:
+            if j <= last:
+                nodes[i] = fact
+        return replace(self, nodes=tuple(nodes))
+
+    def written(self, last: int) -> set[str]:
+        """Parameters and buffers that the nodes up to index `last` write to."""
+        owners = {o for fact in self.nodes[: last + 1] for o in fact.writes if o < 0}
+        return {self.state[-1 - o] for o in owners}
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+        self.shadows = Shadows()
+        self.origins = Origins()
+        self.starts = Starts(ledger, self.of)
+        self.notes: list[str] = []
+        self.empty: dict[str, None] = {}
+        self.begin(Weights(None, ()))
+
+    def begin(self, weights: Weights) -> None:
+        """A node begins, with these weights."""
+        self.weights = weights
+        self.writes: set[int] = set()
+        self.inner: dict[Any, Heard] = {}
+
+    def _use(self, t: Tensor) -> None:
+        """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
+        labels = self.shadows.get(t)
+        if labels is not None and labels.pending:
+            self.ledger.pin(labels.pending, "the index of a feature is used")
+
+    def of(self, t: Tensor) -> Labels:
+        labels = self.shadows.get(t)
+        if labels is None and t.is_complex() and (pairs := self.shadows.get(as_real(t))):
+            labels = paired(self.ledger, pairs)
+            self.shadows.tell(t, labels)
+        if labels is None:
+            base = self.shadows.base(t)
+            if base is not None:
+                self.ledger.pin(base.features, "seen through another dtype")
+            shape = tuple(t.shape)
+            if t.numel() > 1:
+                self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")
+            kind = Kind.CONSTANT if t.numel() <= 1 else Kind.DATA
+            return Labels(shape, fixed=positions(shape), kind=kind)
+        return labels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if made_of_others(func) and func not in TAUGHT and rule_of(func) is None:
+            return self._see(func.decompose, *args, **kwargs)
+        # a norm in eval mode may name its statistics as written although it leaves them alone
+        written = [] if func in _NORMS else declared(func, args, kwargs)
+        rows = self.origins.after(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and not tree_leaves(result)[0].numel():
+            self.empty[self.ledger.where] = None
+        call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
+        with as_library():
+            return self._seen(call, written, rows)
+
+    def _seen(self, call: Call, written: list[Tensor], rows: Rows) -> Any:
+        """Labels for what a call has made, or written to; its result."""
+        func, result, operands = call.op, call.result, call.tensors()
+        for t in operands:
+            self._use(t)
+        storages = {storage_key(t) for t in operands}
+        fresh = [
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, Tensor) and storage_key(t) not in storages
+        ]
+        if func in IDENTITY and not fresh:  # lift_fresh: a constant written in the source
+            for t in operands:
+                if not self.shadows.knows(t):
+                    self.shadows.put(t, by_value(t), self.ledger.node)
+        if not fresh and not written:
+            if not any(isinstance(t, Tensor) for t in tree_leaves(result)):
+                opaque(call)  # a number leaves for Python, where labels can not follow
+            return result  # else a view: the same storage
+        targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
+        before = len(self.ledger.contractions)
+        for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
+            self.ledger.mark_alive(labels)
+            self.origins.tell(t, rows)
+            if any(t is other for other in written):
+                owner = self.shadows.owner(t)
+                self.writes.update(() if owner is None else (owner,))
+                self.shadows.write(t, labels, self.ledger.node)
+            else:
+                self.shadows.put(t, labels, self.ledger.node)
+        self.starts.see(call, targets[0], self.ledger.contractions[before:])
+        for meeting in meetings(func, operands) if fresh else ():
+            key = self.weights.key(meeting.weight)
+            if key is not None and self.of(meeting.weight).kind == Kind.WEIGHT:
+                chosen = bool(self.origins.of([meeting.other]) & Rows.CHOSEN)
+                self._hear((key, False), self.of(meeting.other), meeting.axis, chosen)
+                self._hear((key, True), self.of(fresh[0]), meeting.axis, chosen)
+        return result
+
+    def _see(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
+    def _hear(self, address: Address, labels: Labels, axis: int, chosen: bool) -> None:
+        ndim = len(labels.shape)
+        along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
+        ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
+        others = {d - ndim for s in labels.features for d in support(s)} - {axis}
+        data = labels.kind == Kind.DATA
+        heard = Heard(address, axis, ids, tuple(sorted(others)), data, chosen)
+        self.inner[address, axis, ids.tobytes(), heard.blurred, heard.data] = heard
+
+    def _labels(
+        self, call: Call, operands: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Sequence[Labels]:
+        op = call.op
+        kind = max((self.of(t).kind for t in operands), default=Kind.CONSTANT)
+        if op in _FILL or op in UNIFORM or kind == Kind.CONSTANT:
+            if torch.Tag.nondeterministic_seeded in op.tags:
+                return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
+            if "empty" in str(op):
+                return [Labels(tuple(t.shape), kind=Kind.CONSTANT) for t in targets]
+            return [by_value(t) for t in targets]
+        if op in TAUGHT:
+            return taught(call, targets)
+        if op in _COPY:
+            return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
+        if op in IDENTITY:
+            return [self.of(operands[0])]
+        if rule_of(op) is None and op not in ALSO_POINTWISE:
+            op = functional(op)  # what it gives, this one writes
+            call = replace(call, op=op)
+        if op in MOVEMENT and self._steady(call):
+            return [movement(call)]
+        for i, t in enumerate(operands):
+            self.ledger.event(self.of(t).features, i)
+        own = rule_of(op)
+        if own is not None:
+            found = own(call)
+            return found if isinstance(found, tuple) else (found,)
+        if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
+            return [pointwise(call)] * len(targets)
+        opaque(call)
+        return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
+
+    def _steady(self, call: Call) -> bool:
+        """Indices that come from constants alone say the same for every input."""
+        name = str(call.op).split(".")[1]
+        if name not in _INDEXED:
+            return True
+        indices = tree_leaves((call.arg("indices"), call.arg("index")))
+        return all(self.of(i).kind != Kind.DATA for i in indices if isinstance(i, Tensor))
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: nn.Module, graph: fx.Graph, mode: _Mode, guard: Guard) -> None:
+        super().__init__(module, graph=graph)
+        self.guard = guard
+        self.mode = mode
+        self.facts: list[NodeFacts] = []
+        self.at: dict[fx.Node, int] = {}
+        self.rewritten: list[tuple[int, int, NodeFacts]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        mode, ledger = self.mode, self.mode.ledger
+        ledger.node, ledger.where = len(self.facts), _spot(n)
+        args = self.fetch_args_kwargs_from_env(n)
+        leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        mode.begin(Weights(leaf, args))
+        # only here: label arithmetic is no part of it
+        with decomposed(leaf), mode, self.guard, as_caller():
+            value = super().run_node(n)
+            call: Any = leaf or n.target
+            if more := further(call, *args, value, mode.of):
+                call(*more)
+        tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
+        if n.op == "placeholder":
+            for t in tensors:
+                mode.shadows.put(
+                    t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), ledger.node
+                )
+        fact = self._learn(value, frozenset(mode.writes), ledger.traits.get(ledger.node, ()))
+        if n.op == "output":
+            for lab in fact.values:
+                ledger.pin((*lab.features, *lab.pending), "output of the network")
+        self._reread(n, fact.writes)
+        self.at[n] = len(self.facts)
+        self.facts.append(replace(fact, inner=tuple(mode.inner.values())))
+        return value
+
+    def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
+        tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
+        labels = tuple(replace(trimmed(self.mode.of(t)), fixed=()) for t in tensors)
+        owners = (self.mode.shadows.owner(t) for t in tensors)
+        return NodeFacts(
+            labels,
+            max((lab.kind for lab in labels), default=None),
+            isinstance(value, Tensor),
+            frozenset(o for o in owners if o is not None),
+            writes,
+            frozenset(traits),
+            chosen=bool(self.mode.origins.of(tensors) & Rows.CHOSEN),
+        )
+
+    def _reread(self, n: fx.Node, writes: frozenset[int]) -> None:
+        """Look again at the values that node n has changed and that later nodes read."""
+        dead = set(self.user_to_last_uses.get(n, ()))
+        for node, value in self.env.items() if writes else ():
+            old = self.facts[self.at[node]]
+            if old.owners & writes and node not in dead:
+                fact = self._learn(value, old.writes, old.traits)
+                self.rewritten.append((len(self.facts), self.at[node], fact))
+
+
+def describe(node: fx.Node) -> str:
+    """A node as messages name it: its name, and the module path or function it calls."""
+    target = (
+        plain(node.target)
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
+    path = module_path(node)
+    place = f" in module {path!r}" if path not in ("", target) else ""
+    return f"node {node.name!r} ({node.op} {target}{place})"
+
+
+def _spot(node: fx.Node) -> str:
+    path = module_path(node)
+    return f"node {node.name!r}" + (f" in module {path!r}" if path else "")
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost module that a traced node lies in ("": the model itself)."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _tied(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors that share elements. Their labels do so as well, but each is known by its own."""
+    return [named[name] for family in partners(named) for name in family]
+
+
+def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
+    """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
+    ledger = Ledger()
+    mode = _Mode(ledger)
+    given, constants = named_tensors(module), constant_names(module)
+    twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
+    shared = Shadows()
+    with torch.no_grad():
+        named = named_tensors(twin)
+        for i, (name, t) in enumerate(named.items()):
+            learned = inexact(t) and name not in constants
+            labels = ledger.parameter(name, t) if learned else by_value(t)
+            mode.shadows.put(t, labels, -1 - i)
+            mode.origins.tell(t, Rows.LEARNED if learned else Rows.GIVEN)
+            seen = shared.get(given[name])  # through another tensor, which has elements of this one
+            both = join(ledger, [seen, labels], labels.shape) if learned and seen else labels
+            shared.write(given[name], both, -1 - i)
+        interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))
+        try:
+            interpreter.run(*clone_tensors(tuple(inputs)))
+        finally:
+            interpreter.guard.restore()
+    tied = {name for family in partners(given) for name in family}
+    for name in tied & {
+        n for n, t in named.items() if any(t is w for w in interpreter.guard.written)
+    }:
+        raise ZipError(
+            f"forward writes to {name!r}, which shares memory with another parameter or buffer: "
+            "make them one, or give them memory of their own"
+        )
+    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes, *mode.starts.pin()))
+    notes |= dict.fromkeys(
+        f"no row of the example inputs comes to what {where} chooses: give more of them"
+        for where in mode.empty
+    )
+    nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
+    return Facts(ledger, nodes, tuple(notes), tuple(named), again, tuple(mode.empty))

@@ -1,0 +1,1 @@
+"""Labels: the abstract domain of the interpretation, and what it writes down."""
