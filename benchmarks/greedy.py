@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import evaluate
 from benchmarks.memory import peak_resident, reset_peak, resident
 from zipfx.match import KMeans, Matcher, Optimal, Permute, Svd, Zip
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 
 def statistics_of(covariance: Tensor, mean: Tensor) -> Statistics:

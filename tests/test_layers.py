@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.layers import Layer, layer_of, samples
-from zipfx.moments import Moments
+from zipfx.observe.moments import Moments
 
 CLOSE = 1e-11
 

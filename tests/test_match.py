@@ -17,7 +17,7 @@ from zipfx import match
 from zipfx.errors import ZipError
 from zipfx.match import Identity, Matcher, Permute, Zip
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 KINDS = ("generic", "ties", "constants", "all constant", "all equal")
 quick = settings(max_examples=40, deadline=None)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 import zipfx
 from zipfx.analysis.analysis import run_analysis
 from zipfx.analysis.spaces.space_map import Place
-from zipfx.calibrate import calibration
-from zipfx.observe import PLACES, Observer, observe
+from zipfx.observe.data import calibration
+from zipfx.observe.joint_graph import PLACES, Observer, observe
 from zipfx.trace.tracing import trace
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zipfx
 from zipfx.analysis.spaces.space_map import Place
-from zipfx.observe import Observer
+from zipfx.observe.joint_graph import Observer
 
 Batch = tuple[Tensor, Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import replay
-from zipfx.moments import Moments
+from zipfx.observe.moments import Moments
 from zipfx.refit import Refit
 from zipfx.ridge import Missed, Normal, fit
 from zipfx.targets import plan_targets

@@ -17,7 +17,7 @@ import zipfx
 from zipfx.analysis.labels.labels import by_value
 from zipfx.analysis.spaces.space_map import Place
 from zipfx.fuse import AxisMap, AxisMatrix, fuse
-from zipfx.observe import Observer
+from zipfx.observe.joint_graph import Observer
 from zipfx.precision import as_real
 
 ops = torch.ops.zipfxspectral

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zipfx.errors import ZipError
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 EXTREME = st.sampled_from([0.0, 1.0, -1.0, 1e-320, 1e-160, 1e-8, 3.0, -7e154, 1.7e308, -1.7e308])
 

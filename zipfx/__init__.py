@@ -10,10 +10,10 @@ from zipfx.errors import ZipError
 from zipfx.files import load, save
 from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.matrices import Linear, Matching
+from zipfx.observe.statistics import Statistics
 from zipfx.refit import Refit, Refitted
 from zipfx.report import Report
 from zipfx.rewrite import head
-from zipfx.statistics import Statistics
 from zipfx.zip import zip
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.calibrate import fixed_randomness
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
+from zipfx.observe.data import fixed_randomness
 from zipfx.replay import Noting
 from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.trace.align.correspond import module_paths

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.calibrate import fixed_randomness
 from zipfx.computed import computed, put_back_as_saved
 from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.disk import replacing, text_path
@@ -24,6 +23,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made, extra_texts
 from zipfx.model.parametrized import how_computed
 from zipfx.modes import own_modes
+from zipfx.observe.data import fixed_randomness
 from zipfx.plain import parsed, read, written
 from zipfx.rebuild import rebuilt
 from zipfx.recipe import Recipe

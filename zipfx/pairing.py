@@ -23,7 +23,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.fuse import axis_map
 from zipfx.match import Identity, Matcher, Permute
 from zipfx.matrices import Linear, Matching, Merge, Pairs, joined_pairs
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 Matched = dict[str, tuple[Merge, Pairs]]
 Take = Callable[[str], Statistics]

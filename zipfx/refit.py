@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx
 from tqdm import tqdm
 
-from zipfx.calibrate import Calibration
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.layers import samples
 from zipfx.model.running import State
-from zipfx.moments import Moments
+from zipfx.observe.data import Calibration
+from zipfx.observe.moments import Moments
 from zipfx.replay import Batch, Line, Room, Run, evaluating, gathered
 from zipfx.ridge import Missed, Solution, fit
 from zipfx.targets import Step

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError
 from zipfx.model.graph_module import attribute
 from zipfx.model.running import State
 from zipfx.model.tensors import clone_tensors, is_batch_norm
 from zipfx.modes import as_caller
-from zipfx.moments import Moments
+from zipfx.observe.data import Calibration
+from zipfx.observe.moments import Moments
 from zipfx.replay import Batch, Line, Room, evaluating, gathered
 
 _MEMORY = 2 * 2**30  # bytes of values that may wait; batches beyond run again from their inputs

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from zipfx.calibrate import Calibration, batch_size
 from zipfx.errors import ZipError, first_line
 from zipfx.model.calls import in_order
 from zipfx.model.copies import alias
@@ -20,6 +19,7 @@ from zipfx.model.memory import storage_key
 from zipfx.model.running import Guard, State, untouched
 from zipfx.model.tensors import clone_tensors, leaves, named_tensors
 from zipfx.modes import as_caller
+from zipfx.observe.data import Calibration, batch_size
 
 
 class Line:

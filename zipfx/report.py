@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from zipfx.analysis.analysis import Analysis
 from zipfx.analysis.labels.inside import decomposed
 from zipfx.analysis.spaces.space_map import Pinned, Space, pinned_lines
-from zipfx.calibrate import batch_size
 from zipfx.matrices import Matching, Merge, Pairs
 from zipfx.model.copies import alias
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves
 from zipfx.modes import as_caller
+from zipfx.observe.data import batch_size
 from zipfx.refit import Refitted
 from zipfx.table import table
 from zipfx.values import ByValue

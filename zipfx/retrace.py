@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from zipfx.calibrate import example_arguments, example_batch
 from zipfx.errors import ZipError
+from zipfx.observe.data import example_arguments, example_batch
 from zipfx.recipe import Recipe, misfit
 from zipfx.standins import Traced, drawn
 from zipfx.stored import named

@@ -24,7 +24,6 @@ from torch import Tensor, fx, nn
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import Role
 from zipfx.assemble import Assembly
-from zipfx.calibrate import first_samples
 from zipfx.computed import Limit
 from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
@@ -32,6 +31,7 @@ from zipfx.layers import Layer, layer_of
 from zipfx.matrices import Linear, Merge
 from zipfx.model.memory import span
 from zipfx.model.tensors import is_batch_norm
+from zipfx.observe.data import first_samples
 from zipfx.replay import shapes
 from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.trace.align.correspond import tensors_at

@@ -20,9 +20,9 @@ from zipfx.analysis.spaces.space_map import Axis, Space
 from zipfx.fuse import Move, columns, plan
 from zipfx.match import Weights
 from zipfx.matrices import Merge, joined_pairs
+from zipfx.observe.statistics import Statistics
 from zipfx.pairing import Matched, block_similarity, inside, match_space
 from zipfx.precision import as_real, widened
-from zipfx.statistics import Statistics
 
 Tensors = Mapping[str, Sequence[Tensor]]
 

@@ -14,13 +14,6 @@ from zipfx import match
 from zipfx.analysis.analysis import Analysis, checked, run_analysis
 from zipfx.assemble import Assembly
 from zipfx.bake import bake, with_plain_weights
-from zipfx.calibrate import (
-    BatchToArgs,
-    calibration,
-    first_call,
-    fixed_randomness,
-    guessed_input,
-)
 from zipfx.checks import flag, whole
 from zipfx.computed import computed, constrained, limits, put_back
 from zipfx.errors import ZipError, first_line
@@ -38,7 +31,15 @@ from zipfx.notes import (
     unrepaired,
     unrepaired_norms,
 )
-from zipfx.observe import PLACES, combine, observe
+from zipfx.observe.data import (
+    BatchToArgs,
+    calibration,
+    first_call,
+    fixed_randomness,
+    guessed_input,
+)
+from zipfx.observe.joint_graph import PLACES, combine, observe
+from zipfx.observe.statistics import Statistics
 from zipfx.pairing import Matched, comparable, match_spaces, observed, unknown
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
@@ -47,7 +48,6 @@ from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.rewrite import copy_modes, homes
 from zipfx.singular import renew
 from zipfx.standins import TRACED, Traced, described
-from zipfx.statistics import Statistics
 from zipfx.targets import plan_targets
 from zipfx.trace.align.alignment import aligned
 from zipfx.trace.align.correspond import (

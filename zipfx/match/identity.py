@@ -8,7 +8,7 @@ import torch
 
 from zipfx.match.protocol import check_one_to_one
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 
 @dataclass(frozen=True)

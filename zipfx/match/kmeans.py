@@ -11,7 +11,7 @@ from zipfx.checks import whole
 from zipfx.match.permute import one_to_one
 from zipfx.match.protocol import Options, check_merged
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles
 

@@ -16,7 +16,7 @@ from zipfx.match.greedy import join_one_by_one
 from zipfx.match.permute import one_to_one
 from zipfx.match.protocol import Ints, Options, check_merged
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 rustworkx: Any
 try:

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 
 from zipfx.match.protocol import Ints, Options, check_one_to_one
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 Order = Ints  # (n,): the feature of one model in each group
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles

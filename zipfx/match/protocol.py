@@ -13,7 +13,7 @@ from torch import Tensor
 from zipfx.checks import real
 from zipfx.errors import ZipError
 from zipfx.matrices import Matching, Merge
-from zipfx.statistics import SIMILARITIES, Similarity, Statistics
+from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
 
 Ints = NDArray[np.int64]
 Unmerge = Literal["pinv", "lstsq"]

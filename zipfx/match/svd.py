@@ -9,7 +9,7 @@ import torch
 from zipfx.errors import ZipError
 from zipfx.match.protocol import check_merged
 from zipfx.matrices import Linear
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 
 @dataclass(frozen=True)

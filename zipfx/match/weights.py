@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zipfx.checks import whole
 from zipfx.match.permute import Permute
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from zipfx.errors import ZipError
 from zipfx.match.greedy import join_in_rounds, join_one_by_one
 from zipfx.match.protocol import Options, check_merged
 from zipfx.matrices import Matching
-from zipfx.statistics import Statistics
+from zipfx.observe.statistics import Statistics
 
 
 @dataclass(frozen=True, repr=False)

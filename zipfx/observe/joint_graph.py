@@ -18,16 +18,16 @@ from tqdm import tqdm
 from zipfx.analysis.interpret import describe
 from zipfx.analysis.labels.inside import Tap
 from zipfx.analysis.spaces.space_map import Place, Space
-from zipfx.calibrate import Calibration
 from zipfx.errors import ZipError, first_line
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, GraphModule
 from zipfx.model.running import State
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import as_caller
-from zipfx.moments import Moments
+from zipfx.observe.data import Calibration
+from zipfx.observe.moments import Moments
+from zipfx.observe.statistics import Similarity, Statistics
 from zipfx.precision import inexact
-from zipfx.statistics import Similarity, Statistics
 
 Choose = Callable[[Space], Sequence[Place]]
 
