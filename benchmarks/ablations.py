@@ -19,7 +19,7 @@ import zipfx
 from benchmarks import checkpoints, harness, matchers, plots, tables
 from benchmarks.document import Document
 from benchmarks.harness import Bench, Method, Result
-from zipfx.match.protocol import UNMERGES
+from zipfx.match.matchers.protocol import UNMERGES
 from zipfx.observe.statistics import SIMILARITIES
 
 ALPHAS = (0.0001, 0.1, 0.3, 0.5, 0.7, 1)

@@ -13,7 +13,7 @@ from test_blocks import Net, Size, data, law1, law3, parameter, randomise, sizes
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
 
 I8 = torch.eye(8, dtype=torch.float64)
 HALVES = torch.diag(torch.tensor([1.0] * 4 + [2.0] * 4, dtype=torch.float64))

@@ -16,7 +16,7 @@ LONGEST = 420
 
 
 def name_of(file: Path) -> str:
-    """`match/zip.py` is zipfx.match.zip; `match/__init__.py` is zipfx.match."""
+    """`match/zip.py` is zipfx.match.matchers.zip; `match/__init__.py` is zipfx.match."""
     parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(p for p in parts if p != "__init__")
 

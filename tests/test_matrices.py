@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zipfx.errors import ZipError
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
 
 
 @st.composite

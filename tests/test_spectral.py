@@ -16,7 +16,7 @@ from torch import Tensor, fft, nn
 import zipfx
 from zipfx.analysis.labels.labels import by_value
 from zipfx.analysis.spaces.space_map import Place
-from zipfx.fuse import AxisMap, AxisMatrix, fuse
+from zipfx.match.axis_maps import AxisMap, AxisMatrix, fuse
 from zipfx.observe.joint_graph import Observer
 from zipfx.precision import as_real
 

@@ -8,8 +8,8 @@ from zipfx.analysis.rules import register_rule
 from zipfx.analysis.spaces.space_map import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.errors import ZipError
 from zipfx.files import load, save
-from zipfx.match import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
-from zipfx.matrices import Linear, Matching
+from zipfx.match.matchers.matching import Linear, Matching
+from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.observe.statistics import Statistics
 from zipfx.refit import Refit, Refitted
 from zipfx.report import Report

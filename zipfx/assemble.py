@@ -13,9 +13,9 @@ from zipfx.analysis.analysis import Analysis, run_analysis
 from zipfx.analysis.labels.labels import Kind
 from zipfx.analysis.spaces.space_map import Axis, Space
 from zipfx.errors import ZipError
-from zipfx.fuse import Move, fuse, fuse_variance, plan
 from zipfx.heads import HeadPlan, plan_head
-from zipfx.matrices import Merge, Pairs
+from zipfx.match.axis_maps import Move, fuse, fuse_variance, plan
+from zipfx.match.matchers.matching import Merge, Pairs
 from zipfx.model.graph_module import plain
 from zipfx.model.tensors import constant_names, named_tensors
 from zipfx.precision import inexact

@@ -21,8 +21,8 @@ from zipfx.analysis.grouping.components import Flags
 from zipfx.analysis.interpret import Facts, NodeFacts, describe
 from zipfx.analysis.labels.labels import Ints, Kind, overlapping
 from zipfx.errors import ZipError
-from zipfx.fuse import AxisMap, Move, is_pattern, read_maps
-from zipfx.matrices import Matching, Merge
+from zipfx.match.axis_maps import AxisMap, Move, is_pattern, read_maps
+from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.model.tensors import named_tensors
 from zipfx.trace.align.correspond import tensors_at
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zipfx.analysis.analysis import Analysis
 from zipfx.analysis.labels.inside import decomposed
 from zipfx.analysis.spaces.space_map import Pinned, Space, pinned_lines
-from zipfx.matrices import Matching, Merge, Pairs
+from zipfx.match.matchers.matching import Matching, Merge, Pairs
 from zipfx.model.copies import alias
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves

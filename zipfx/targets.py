@@ -25,10 +25,10 @@ from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import Role
 from zipfx.assemble import Assembly
 from zipfx.computed import Limit
-from zipfx.fuse import made_matrix
 from zipfx.heads import HeadPlan
 from zipfx.layers import Layer, layer_of
-from zipfx.matrices import Linear, Merge
+from zipfx.match.axis_maps import made_matrix
+from zipfx.match.matchers.matching import Linear, Merge
 from zipfx.model.memory import span
 from zipfx.model.tensors import is_batch_norm
 from zipfx.observe.data import first_samples

@@ -18,6 +18,8 @@ from zipfx.checks import flag, whole
 from zipfx.computed import computed, constrained, limits, put_back
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
+from zipfx.match.by_weights import match_weights
+from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
 from zipfx.model.naming import name_of_callable
 from zipfx.model.tensors import named_tensors
 from zipfx.modes import own_modes
@@ -40,7 +42,6 @@ from zipfx.observe.data import (
 )
 from zipfx.observe.joint_graph import PLACES, combine, observe
 from zipfx.observe.statistics import Statistics
-from zipfx.pairing import Matched, comparable, match_spaces, observed, unknown
 from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.replay import state_of
@@ -62,7 +63,6 @@ from zipfx.trace.align.correspond import (
 )
 from zipfx.trace.tracing import NOTES, trace
 from zipfx.unfold import unfold
-from zipfx.weigh import match_weights
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
 REPAIRS = ("none", "bn", *REFITS)

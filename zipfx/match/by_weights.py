@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from zipfx.analysis.spaces.space_map import Axis, Space
-from zipfx.fuse import Move, columns, plan
-from zipfx.match import Weights
-from zipfx.matrices import Merge, joined_pairs
+from zipfx.match.axis_maps import Move, columns, plan
+from zipfx.match.matchers.matching import Merge, joined_pairs
+from zipfx.match.registry import Weights
+from zipfx.match.spaces import Matched, block_similarity, inside, match_space
 from zipfx.observe.statistics import Statistics
-from zipfx.pairing import Matched, block_similarity, inside, match_space
 from zipfx.precision import as_real, widened
 
 Tensors = Mapping[str, Sequence[Tensor]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zipfx.checks import whole
-from zipfx.match.permute import Permute
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
+from zipfx.match.matchers.permute import Permute
 from zipfx.observe.statistics import Statistics
 
 
@@ -16,7 +16,7 @@ class Weights:
     al., Git Re-Basin, ICLR 2023, section 3.2): no data needed.
 
     The sum of the inner products of all corresponding weights is raised by re-assigning one space
-    at a time while all others stay, by `Permute`; see `zipfx.weigh`. The statistics it is called
+    at a time while all others stay, by `Permute`; see `zipfx.match.by_weights`. The statistics it is called
     with are inner products of the features' weights.
 
     Args:

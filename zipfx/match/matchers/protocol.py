@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zipfx.checks import real
 from zipfx.errors import ZipError
-from zipfx.matrices import Matching, Merge
+from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
 
 Ints = NDArray[np.int64]

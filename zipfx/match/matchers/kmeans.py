@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zipfx.checks import whole
-from zipfx.match.permute import one_to_one
-from zipfx.match.protocol import Options, check_merged
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
+from zipfx.match.matchers.permute import one_to_one
+from zipfx.match.matchers.protocol import Options, check_merged
 from zipfx.observe.statistics import Statistics
 
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from zipfx.match.protocol import Ints, Options, check_one_to_one
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
+from zipfx.match.matchers.protocol import Ints, Options, check_one_to_one
 from zipfx.observe.statistics import Statistics
 
 Order = Ints  # (n,): the feature of one model in each group

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zipfx.analysis.spaces.space_map import Axis, Role, Space, by_rows
-from zipfx.matrices import (
+from zipfx.match.matchers.matching import (
     Matching,
     Merge,
     Pairs,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from zipfx.errors import ZipError
-from zipfx.match.protocol import check_merged
-from zipfx.matrices import Linear
+from zipfx.match.matchers.matching import Linear
+from zipfx.match.matchers.protocol import check_merged
 from zipfx.observe.statistics import Statistics
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zipfx.errors import ZipError
-from zipfx.match.greedy import join_in_rounds, join_one_by_one
-from zipfx.match.protocol import Options, check_merged
-from zipfx.matrices import Matching
+from zipfx.match.matchers.greedy import join_in_rounds, join_one_by_one
+from zipfx.match.matchers.matching import Matching
+from zipfx.match.matchers.protocol import Options, check_merged
 from zipfx.observe.statistics import Statistics
 
 

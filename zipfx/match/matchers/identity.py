@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zipfx.match.protocol import check_one_to_one
-from zipfx.matrices import Matching
+from zipfx.match.matchers.matching import Matching
+from zipfx.match.matchers.protocol import check_one_to_one
 from zipfx.observe.statistics import Statistics
 
 

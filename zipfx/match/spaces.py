@@ -20,9 +20,9 @@ from torch import Tensor
 from zipfx.analysis.labels.labels import Ints
 from zipfx.analysis.spaces.space_map import Space
 from zipfx.errors import ZipError, first_line
-from zipfx.fuse import axis_map
-from zipfx.match import Identity, Matcher, Permute
-from zipfx.matrices import Linear, Matching, Merge, Pairs, joined_pairs
+from zipfx.match.axis_maps import axis_map
+from zipfx.match.matchers.matching import Linear, Matching, Merge, Pairs, joined_pairs
+from zipfx.match.registry import Identity, Matcher, Permute
 from zipfx.observe.statistics import Statistics
 
 Matched = dict[str, tuple[Merge, Pairs]]

@@ -1,0 +1,1 @@
+"""Matchers: pure functions from `Statistics` to a `Matching`, each callable alone."""
