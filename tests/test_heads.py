@@ -24,7 +24,7 @@ from torchvision.models.resnet import BasicBlock
 import zipfx
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import select
-from zipfx.assemble import Assembly
+from zipfx.merge.assemble import Assembly
 
 ZIP = importlib.import_module("zipfx.zip")
 # their trunks write into values that were handed on before: nothing to compare node by node

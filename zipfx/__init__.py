@@ -10,10 +10,10 @@ from zipfx.errors import ZipError
 from zipfx.files import load, save
 from zipfx.match.matchers.matching import Linear, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
+from zipfx.merge.module import head
 from zipfx.observe.statistics import Statistics
 from zipfx.refit import Refit, Refitted
 from zipfx.report import Report
-from zipfx.rewrite import head
 from zipfx.zip import zip
 
 __all__ = [

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zipfx.merge.module import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.observe.data import fixed_randomness
 from zipfx.replay import Noting
-from zipfx.rewrite import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.trace.align.correspond import module_paths
 from zipfx.trace.symbolic import is_in_place
 from zipfx.trace.tidy import ancestors

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.computed import computed, put_back_as_saved
 from zipfx.container import LONGEST, contents, library, unsigned, write
 from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made, check_as_made, extra_texts
+from zipfx.merge.computed import computed, put_back_as_saved
+from zipfx.merge.module import MergedModule, homes
 from zipfx.model.parametrized import how_computed
 from zipfx.modes import own_modes
 from zipfx.observe.data import fixed_randomness
@@ -29,7 +30,6 @@ from zipfx.rebuild import rebuilt
 from zipfx.recipe import Recipe
 from zipfx.report import Report
 from zipfx.retrace import off_meta, retraced
-from zipfx.rewrite import MergedModule, homes
 from zipfx.standins import TRACED, Traced, as_described
 from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
 from zipfx.trace.align.correspond import check_models

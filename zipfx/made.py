@@ -15,11 +15,11 @@ from torch import fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
+from zipfx.merge.module import HEADS
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.model.naming import name_of_callable
 from zipfx.recipe import Recipe, Step, patched, recipe_of
-from zipfx.rewrite import HEADS
 from zipfx.stored import kind, named, tied
 from zipfx.trace.tree import own_tensors
 

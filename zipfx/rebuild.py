@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError
-from zipfx.model.calls import EXPECTATIONS, expect_equal
-from zipfx.model.graph_module import NAMED, attribute, plain
-from zipfx.recipe import OWN, Recipe, Step, reads_of
-from zipfx.rewrite import (
+from zipfx.merge.module import (
     BAKED,
     BAKED_KEY,
     HEAD_KEY,
@@ -29,6 +26,9 @@ from zipfx.rewrite import (
     build,
     planted,
 )
+from zipfx.model.calls import EXPECTATIONS, expect_equal
+from zipfx.model.graph_module import NAMED, attribute, plain
+from zipfx.recipe import OWN, Recipe, Step, reads_of
 from zipfx.trace.tidy import ancestors
 from zipfx.trace.tree import ValueOf
 

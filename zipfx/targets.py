@@ -23,17 +23,17 @@ from torch import Tensor, fx, nn
 
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import Role
-from zipfx.assemble import Assembly
-from zipfx.computed import Limit
-from zipfx.heads import HeadPlan
 from zipfx.layers import Layer, layer_of
 from zipfx.match.axis_maps import made_matrix
 from zipfx.match.matchers.matching import Linear, Merge
+from zipfx.merge.assemble import Assembly
+from zipfx.merge.computed import Limit
+from zipfx.merge.heads import HeadPlan
+from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.memory import span
 from zipfx.model.tensors import is_batch_norm
 from zipfx.observe.data import first_samples
 from zipfx.replay import shapes
-from zipfx.rewrite import HEAD_KEY, SOURCE_KEY
 from zipfx.trace.align.correspond import tensors_at
 from zipfx.trace.symbolic import is_in_place
 from zipfx.trace.tidy import only_looked_at

@@ -12,14 +12,16 @@ from torch import Tensor, fx, nn
 
 from zipfx import match
 from zipfx.analysis.analysis import Analysis, checked, run_analysis
-from zipfx.assemble import Assembly
 from zipfx.bake import bake, with_plain_weights
 from zipfx.checks import flag, whole
-from zipfx.computed import computed, constrained, limits, put_back
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
 from zipfx.match.by_weights import match_weights
 from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
+from zipfx.merge.assemble import Assembly
+from zipfx.merge.computed import computed, constrained, limits, put_back
+from zipfx.merge.module import copy_modes, homes
+from zipfx.merge.singular import renew
 from zipfx.model.naming import name_of_callable
 from zipfx.model.tensors import named_tensors
 from zipfx.modes import own_modes
@@ -46,8 +48,6 @@ from zipfx.refit import Refit, Refitted, refit
 from zipfx.repair import repair_batch_norm
 from zipfx.replay import state_of
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
-from zipfx.rewrite import copy_modes, homes
-from zipfx.singular import renew
 from zipfx.standins import TRACED, Traced, described
 from zipfx.targets import plan_targets
 from zipfx.trace.align.alignment import aligned

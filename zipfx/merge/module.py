@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from zipfx.analysis.spaces.space_map import mix, select
 from zipfx.errors import ZipError
-from zipfx.heads import HeadPlan
+from zipfx.merge.heads import HeadPlan
 from zipfx.model.calls import EXPECTATIONS, Expectation
 from zipfx.model.graph_module import NAMED, GraphModule, plain
 from zipfx.model.tensors import clone_tensors
