@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zipfx.layers import Layer, layer_of, samples
 from zipfx.observe.moments import Moments
+from zipfx.repair.layers import Layer, layer_of, samples
 
 CLOSE = 1e-11
 

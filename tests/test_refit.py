@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import zipfx
 from zipfx import replay
 from zipfx.observe.moments import Moments
-from zipfx.refit import Refit
-from zipfx.ridge import Missed, Normal, fit
-from zipfx.targets import plan_targets
+from zipfx.repair.layerwise import Refit
+from zipfx.repair.ridge import Missed, Normal, fit
+from zipfx.repair.targets import plan_targets
 
 UNCHANGED = 1e-9
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)

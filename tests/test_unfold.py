@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torchvision.models import swin_transformer
 
 import zipfx
+from zipfx.repair.unfold.unfold import unfold
 from zipfx.trace.tracing import NOTES, trace
-from zipfx.unfold import unfold
 
 UNCHANGED = 1e-9
 

@@ -12,7 +12,7 @@ from zipfx.match.matchers.matching import Linear, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.merge.module import head
 from zipfx.observe.statistics import Statistics
-from zipfx.refit import Refit, Refitted
+from zipfx.repair.layerwise import Refit, Refitted
 from zipfx.report import Report
 from zipfx.zip import zip
 

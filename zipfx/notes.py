@@ -13,7 +13,7 @@ from zipfx.made import extra_texts
 from zipfx.match.spaces import comparable
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
-from zipfx.refit import Refitted
+from zipfx.repair.layerwise import Refitted
 from zipfx.table import summary
 
 

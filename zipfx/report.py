@@ -23,7 +23,7 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, leaves
 from zipfx.modes import as_caller
 from zipfx.observe.data import batch_size
-from zipfx.refit import Refitted
+from zipfx.repair.layerwise import Refitted
 from zipfx.table import table
 from zipfx.values import ByValue
 

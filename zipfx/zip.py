@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from zipfx import match
 from zipfx.analysis.analysis import Analysis, checked, run_analysis
-from zipfx.bake import bake, with_plain_weights
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
 from zipfx.made import MADE, as_made
@@ -44,12 +43,14 @@ from zipfx.observe.data import (
 )
 from zipfx.observe.joint_graph import PLACES, combine, observe
 from zipfx.observe.statistics import Statistics
-from zipfx.refit import Refit, Refitted, refit
-from zipfx.repair import repair_batch_norm
-from zipfx.replay import state_of
+from zipfx.repair.batch_norm import repair_batch_norm
+from zipfx.repair.batches import state_of
+from zipfx.repair.layerwise import Refit, Refitted, refit
+from zipfx.repair.targets import plan_targets
+from zipfx.repair.unfold.bake import bake, with_plain_weights
+from zipfx.repair.unfold.unfold import unfold
 from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.standins import TRACED, Traced, described
-from zipfx.targets import plan_targets
 from zipfx.trace.align.alignment import aligned
 from zipfx.trace.align.correspond import (
     check_constants,
@@ -62,7 +63,6 @@ from zipfx.trace.align.correspond import (
     unpacked,
 )
 from zipfx.trace.tracing import NOTES, trace
-from zipfx.unfold import unfold
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
 REPAIRS = ("none", "bn", *REFITS)

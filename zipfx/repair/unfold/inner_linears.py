@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.model.graph_module import attribute
 from zipfx.model.tensors import clone_tensors, close, leaves
-from zipfx.replay import Noting
+from zipfx.repair.batches import Noting
 
 #: names of the arguments of a function that are the weight and the bias of a layer; None: it has
 #: none, or one that is no parameter as it is, and that the function adds as before

@@ -23,7 +23,6 @@ from torch import Tensor, fx, nn
 
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import Role
-from zipfx.layers import Layer, layer_of
 from zipfx.match.axis_maps import made_matrix
 from zipfx.match.matchers.matching import Linear, Merge
 from zipfx.merge.assemble import Assembly
@@ -33,11 +32,12 @@ from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.memory import span
 from zipfx.model.tensors import is_batch_norm
 from zipfx.observe.data import first_samples
-from zipfx.replay import shapes
+from zipfx.repair.batches import shapes
+from zipfx.repair.layers import Layer, layer_of
+from zipfx.repair.unfold.unfold import PART_KEY, title
 from zipfx.trace.align.correspond import tensors_at
 from zipfx.trace.symbolic import is_in_place
 from zipfx.trace.tidy import only_looked_at
-from zipfx.unfold import PART_KEY, title
 
 _ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")
 #: what hands its input on as it is, in eval mode

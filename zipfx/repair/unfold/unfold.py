@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.model.tensors import runs_as
-from zipfx.opaque import Inner, Piece, arguments_of, inner_layers
+from zipfx.repair.unfold.inner_linears import Inner, Piece, arguments_of, inner_layers
 from zipfx.trace.align.correspond import tensors_at
 from zipfx.trace.tidy import looks, only_looked_at
 

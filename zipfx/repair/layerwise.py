@@ -18,14 +18,14 @@ from tqdm import tqdm
 
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
-from zipfx.layers import samples
 from zipfx.model.running import State
 from zipfx.observe.data import Calibration
 from zipfx.observe.moments import Moments
-from zipfx.replay import Batch, Line, Room, Run, evaluating, gathered
-from zipfx.ridge import Missed, Solution, fit
-from zipfx.targets import Step
-from zipfx.unfold import title
+from zipfx.repair.batches import Batch, Line, Room, Run, evaluating, gathered
+from zipfx.repair.layers import samples
+from zipfx.repair.ridge import Missed, Solution, fit
+from zipfx.repair.targets import Step
+from zipfx.repair.unfold.unfold import title
 from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is
