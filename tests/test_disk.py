@@ -18,7 +18,7 @@ import pytest
 
 import zipfx
 from zipfx import disk
-from zipfx.disk import replacing
+from zipfx.report.format.disk import replacing
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes, links and locks of Unix")
 
@@ -178,7 +178,7 @@ def test_names_may_be_as_long_as_names_get(tmp_path: Path) -> None:
 
 ONLY_READ = """
 import os, sys
-from zipfx.disk import replacing
+from zipfx.report.format.disk import replacing
 os.setuid(65534) if os.geteuid() == 0 else None
 for path in sys.argv[1:]:
     try:
@@ -258,7 +258,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(
 
 FULL = """
 import resource, signal, sys
-from zipfx.disk import replacing
+from zipfx.report.format.disk import replacing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -279,7 +279,7 @@ def test_a_full_disk_leaves_all_as_it_was(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ several processes
 WRITER = """
 import os, sys
-from zipfx.disk import replacing
+from zipfx.report.format.disk import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"of the other")
     file.flush()
@@ -390,7 +390,7 @@ def test_one_that_is_taken_for_left_over_before_it_is_locked_is_made_again(
 
 MANY = """
 import sys
-from zipfx.disk import replacing
+from zipfx.report.format.disk import replacing
 path, letter, turns = sys.argv[1], sys.argv[2].encode(), int(sys.argv[3])
 for _ in range(turns):
     with replacing(path) as file:

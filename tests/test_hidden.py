@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 import zipfx
 from zipfx import Refit, ZipError
 from zipfx.model.contents import as_text, attributes, code_of
-from zipfx.recipe import Does
+from zipfx.report.files.recipe import Does
 
 
 def mlp(seed: int = 0) -> nn.Sequential:

@@ -703,7 +703,7 @@ def test_saving_what_can_not_be_written_says_so(
         zipfx.ZipError, match="can not be written: lists and dicts lie more than 100"
     ):
         zipfx.save(merged, tmp_path / "merged")
-    monkeypatch.setattr(zipfx.files, "LONGEST", 1000)
+    monkeypatch.setattr(zipfx.report.files.files, "LONGEST", 1000)
     with pytest.raises(
         zipfx.ZipError, match=r"has 14 nodes, and its header .* load reads 1,000 at mo"
     ):

@@ -7,13 +7,13 @@ from zipfx.analysis.analysis import analyze
 from zipfx.analysis.rules import register_rule
 from zipfx.analysis.spaces.space_map import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.errors import ZipError
-from zipfx.files import load, save
 from zipfx.match.matchers.matching import Linear, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.merge.module import head
 from zipfx.observe.statistics import Statistics
 from zipfx.repair.layerwise import Refit, Refitted
-from zipfx.report import Report
+from zipfx.report.files.files import load, save
+from zipfx.report.report import Report
 from zipfx.zip import zip
 
 __all__ = [

@@ -14,7 +14,6 @@ from zipfx import match
 from zipfx.analysis.analysis import Analysis, checked, run_analysis
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
-from zipfx.made import MADE, as_made
 from zipfx.match.by_weights import match_weights
 from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
 from zipfx.merge.assemble import Assembly
@@ -24,16 +23,6 @@ from zipfx.merge.singular import renew
 from zipfx.model.naming import name_of_callable
 from zipfx.model.tensors import named_tensors
 from zipfx.modes import own_modes
-from zipfx.notes import blind as unobserved
-from zipfx.notes import (
-    few,
-    hooks,
-    not_loadable,
-    unfitted,
-    unlike_extras,
-    unrepaired,
-    unrepaired_norms,
-)
 from zipfx.observe.data import (
     BatchToArgs,
     calibration,
@@ -49,8 +38,19 @@ from zipfx.repair.layerwise import Refit, Refitted, refit
 from zipfx.repair.targets import plan_targets
 from zipfx.repair.unfold.bake import bake, with_plain_weights
 from zipfx.repair.unfold.unfold import unfold
-from zipfx.report import Report, SpaceReport, Stages, count_flops, count_layers
-from zipfx.standins import TRACED, Traced, described
+from zipfx.report.files.made import MADE, as_made
+from zipfx.report.files.stand_ins import TRACED, Traced, described
+from zipfx.report.notes import blind as unobserved
+from zipfx.report.notes import (
+    few,
+    hooks,
+    not_loadable,
+    unfitted,
+    unlike_extras,
+    unrepaired,
+    unrepaired_norms,
+)
+from zipfx.report.report import Report, SpaceReport, Stages, count_flops, count_layers
 from zipfx.trace.align.alignment import aligned
 from zipfx.trace.align.correspond import (
     check_constants,

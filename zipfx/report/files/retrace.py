@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError
 from zipfx.observe.data import example_arguments, example_batch
-from zipfx.recipe import Recipe, misfit
-from zipfx.standins import Traced, drawn
-from zipfx.stored import named
+from zipfx.report.files.recipe import Recipe, misfit
+from zipfx.report.files.stand_ins import Traced, drawn
+from zipfx.report.files.stored import named
 from zipfx.trace.by_example import ExampleTracer, with_tensors
 from zipfx.trace.symbolic import Tracer
 from zipfx.trace.tracing import trace, ways

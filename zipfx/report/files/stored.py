@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from zipfx.container import DTYPES
 from zipfx.errors import ZipError, first_line
+from zipfx.report.format.container import DTYPES
 from zipfx.trace.tree import own_tensors
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -9,11 +9,11 @@ from torch import nn
 
 from zipfx.analysis.analysis import Analysis
 from zipfx.analysis.spaces.space_map import Space
-from zipfx.made import extra_texts
 from zipfx.match.spaces import comparable
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
 from zipfx.repair.layerwise import Refitted
+from zipfx.report.files.made import extra_texts
 from zipfx.table import summary
 
 

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.container import LONGEST, contents, library, unsigned, write
-from zipfx.disk import replacing, text_path
 from zipfx.errors import ZipError, first_line
-from zipfx.made import MADE, as_made, check_as_made, extra_texts
 from zipfx.merge.computed import computed, put_back_as_saved
 from zipfx.merge.module import MergedModule, homes
 from zipfx.model.parametrized import how_computed
 from zipfx.modes import own_modes
 from zipfx.observe.data import fixed_randomness
-from zipfx.plain import parsed, read, written
-from zipfx.rebuild import rebuilt
-from zipfx.recipe import Recipe
-from zipfx.report import Report
-from zipfx.retrace import off_meta, retraced
-from zipfx.standins import TRACED, Traced, as_described
-from zipfx.stored import check_storable, kind, named, restored, stored, strides, tied
+from zipfx.report.files.made import MADE, as_made, check_as_made, extra_texts
+from zipfx.report.files.rebuild import rebuilt
+from zipfx.report.files.recipe import Recipe
+from zipfx.report.files.retrace import off_meta, retraced
+from zipfx.report.files.stand_ins import TRACED, Traced, as_described
+from zipfx.report.files.stored import check_storable, kind, named, restored, stored, strides, tied
+from zipfx.report.format.as_json import parsed, read, written
+from zipfx.report.format.container import LONGEST, contents, library, unsigned, write
+from zipfx.report.format.disk import replacing, text_path
+from zipfx.report.report import Report
 from zipfx.trace.align.correspond import check_models
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON

@@ -19,8 +19,8 @@ from zipfx.merge.module import HEADS
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.model.naming import name_of_callable
-from zipfx.recipe import Recipe, Step, patched, recipe_of
-from zipfx.stored import kind, named, tied
+from zipfx.report.files.recipe import Recipe, Step, patched, recipe_of
+from zipfx.report.files.stored import kind, named, tied
 from zipfx.trace.tree import own_tensors
 
 #: meta key of a merged module: a `Made`

@@ -28,7 +28,7 @@ from zipfx.merge.module import (
 )
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
-from zipfx.recipe import OWN, Recipe, Step, reads_of
+from zipfx.report.files.recipe import OWN, Recipe, Step, reads_of
 from zipfx.trace.tidy import ancestors
 from zipfx.trace.tree import ValueOf
 
