@@ -37,7 +37,7 @@ from torchvision.models import get_model, list_models
 
 import zipfx
 from benchmarks import evaluate
-from zipfx.table import summary
+from zipfx.text import summary
 
 SOURCES = ("torchvision", "segmentation", "timm")
 TIMM = """

@@ -9,7 +9,7 @@ from torch import nn
 
 import zipfx
 from zipfx.analysis.spaces.space_map import WIDTH, Axis, Pinned, Role, Space, SpaceMap, block_text
-from zipfx.table import summary, table
+from zipfx.text import summary, table
 
 CONSTANTS = "unlike any other: it meets fixed coordinates (input channels, positions, constants)"
 

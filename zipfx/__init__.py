@@ -11,10 +11,10 @@ from zipfx.match.matchers.matching import Linear, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.merge.module import head
 from zipfx.observe.statistics import Statistics
+from zipfx.pipeline import zip
 from zipfx.repair.layerwise import Refit, Refitted
 from zipfx.report.files.files import load, save
 from zipfx.report.report import Report
-from zipfx.zip import zip
 
 __all__ = [
     "Axis",

@@ -14,7 +14,7 @@ from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
 from zipfx.repair.layerwise import Refitted
 from zipfx.report.files.made import extra_texts
-from zipfx.table import summary
+from zipfx.text import summary
 
 
 def blind(spaces: Sequence[Space], names: Collection[str]) -> list[str]:

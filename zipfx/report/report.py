@@ -24,7 +24,7 @@ from zipfx.model.tensors import clone_tensors, leaves
 from zipfx.modes import as_caller
 from zipfx.observe.data import batch_size
 from zipfx.repair.layerwise import Refitted
-from zipfx.table import table
+from zipfx.text import table
 from zipfx.values import ByValue
 
 

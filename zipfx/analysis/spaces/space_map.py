@@ -16,7 +16,7 @@ from zipfx.analysis.labels.inside import Address
 from zipfx.checks import module, whole
 from zipfx.errors import UnknownNameError, ZipError
 from zipfx.modes import own_modes
-from zipfx.table import summary, table
+from zipfx.text import summary, table
 from zipfx.values import ByValue
 
 
