@@ -14,7 +14,7 @@ from models import NETS
 from torch import Tensor, nn
 
 import zipfx
-from zipfx import Linear, Matching, Statistics, ZipError
+from zipfx import LinearMerge, Matching, Statistics, ZipError
 from zipfx.match.matchers.greedy import join_in_rounds
 from zipfx.match.matchers.protocol import UNMERGES
 from zipfx.match.registry import optimal
@@ -179,7 +179,7 @@ class TestSVD:
         sizes, merged = (n, n), data.draw(st.integers(1, 2 * n))
         s = statistics_of(samples(seed, sizes), sizes)
 
-        def lost(found: zipfx.Matching | zipfx.Linear) -> float:
+        def lost(found: zipfx.Matching | zipfx.LinearMerge) -> float:
             m = found.merge_matrix()
             best = torch.linalg.lstsq(  # the best U for this M
                 m @ s.covariance @ m.T, m @ s.covariance, driver="gelsd"
@@ -401,9 +401,9 @@ class TestOwnMatchers:
     def test_any_matrices(self) -> None:
         """M takes model 1 alone, and U gives its features back."""
 
-        def second(s: Statistics, merged: int, *, across_only: bool = False) -> Linear:
+        def second(s: Statistics, merged: int, *, across_only: bool = False) -> LinearMerge:
             zero, eye = torch.zeros(4, 4).double(), torch.eye(4).double()
-            return Linear(torch.cat([zero, eye], 1), torch.cat([zero, 2 * eye]), s.sizes)
+            return LinearMerge(torch.cat([zero, eye], 1), torch.cat([zero, 2 * eye]), s.sizes)
 
         torch.manual_seed(0)
         models = self.models()
@@ -415,18 +415,18 @@ class TestOwnMatchers:
         assert merged(x).shape == (5, 2)
 
     def test_nothing_else(self) -> None:
-        with pytest.raises(ZipError, match=r"gave a tuple for space '0'.*zipfx.Linear"):
+        with pytest.raises(ZipError, match=r"gave a tuple for space '0'.*zipfx.LinearMerge"):
             self.zipped(lambda s, merged, across_only: (1, 2))
 
     def test_wrong_shapes(self) -> None:
-        def small(s: Statistics, merged: int, *, across_only: bool = False) -> Linear:
-            return Linear(torch.zeros(3, 8).double(), torch.zeros(8, 3).double(), s.sizes)
+        def small(s: Statistics, merged: int, *, across_only: bool = False) -> LinearMerge:
+            return LinearMerge(torch.zeros(3, 8).double(), torch.zeros(8, 3).double(), s.sizes)
 
         with pytest.raises(ZipError, match=r"gave 3 merged features from \(4, 4\).*needs 4"):
             self.zipped(small)
         with pytest.raises(ZipError, match=r"unmerge matrix has shape \(3, 8\).*must be \(8, 3\)"):
-            Linear(torch.zeros(3, 8).double(), torch.zeros(3, 8).double(), (4, 4))
+            LinearMerge(torch.zeros(3, 8).double(), torch.zeros(3, 8).double(), (4, 4))
         broken = torch.zeros(3, 8).double()
         broken[0, :2] = torch.nan
         with pytest.raises(ZipError, match="2 of 24 entries of the merge matrix are not finite"):
-            Linear(broken, torch.zeros(8, 3).double(), (4, 4))
+            LinearMerge(broken, torch.zeros(8, 3).double(), (4, 4))

@@ -59,9 +59,9 @@ VALUES: dict[type, tuple[Any, Any]] = {
         lambda: zipfx.Matching(torch.tensor([0, 1, 1, 0]), (2, 2), 2),
         lambda: zipfx.Matching(torch.tensor([0, 1, 0, 1]), (2, 2), 2),
     ),
-    zipfx.Linear: (
-        lambda: zipfx.Linear(torch.ones(1, 2, **DOUBLE), torch.ones(2, 1, **DOUBLE), (1, 1)),
-        lambda: zipfx.Linear(torch.ones(1, 2, **DOUBLE), torch.zeros(2, 1, **DOUBLE), (1, 1)),
+    zipfx.LinearMerge: (
+        lambda: zipfx.LinearMerge(torch.ones(1, 2, **DOUBLE), torch.ones(2, 1, **DOUBLE), (1, 1)),
+        lambda: zipfx.LinearMerge(torch.ones(1, 2, **DOUBLE), torch.zeros(2, 1, **DOUBLE), (1, 1)),
     ),
     zipfx.Statistics: (
         lambda: zipfx.Statistics(9, torch.zeros(2, **DOUBLE), torch.eye(2, **DOUBLE), (1, 1)),

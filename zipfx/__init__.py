@@ -7,7 +7,7 @@ from zipfx.analysis.analysis import analyze
 from zipfx.analysis.rules import register_rule
 from zipfx.analysis.spaces.space_map import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
 from zipfx.errors import ZipError
-from zipfx.match.matchers.matching import Linear, Matching
+from zipfx.match.matchers.matching import LinearMerge, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
 from zipfx.merge.module import head
 from zipfx.observe.statistics import Statistics
@@ -20,7 +20,7 @@ __all__ = [
     "Axis",
     "Identity",
     "KMeans",
-    "Linear",
+    "LinearMerge",
     "Matcher",
     "Matching",
     "NodeInfo",

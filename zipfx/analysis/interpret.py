@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.inside import Address, Weights, decomposed, meetings
+from zipfx.analysis.labels.inside import Address, OwnedTensors, decomposed, meetings
 from zipfx.analysis.labels.labels import (
     Ints,
     Kind,
@@ -143,9 +143,9 @@ class _Mode(TorchDispatchMode):
         self.starts = Starts(ledger, self.of)
         self.notes: list[str] = []
         self.empty: dict[str, None] = {}
-        self.begin(Weights(None, ()))
+        self.begin(OwnedTensors(None, ()))
 
-    def begin(self, weights: Weights) -> None:
+    def begin(self, weights: OwnedTensors) -> None:
         """A node begins, with these weights."""
         self.weights = weights
         self.writes: set[int] = set()
@@ -297,7 +297,7 @@ class _Interpreter(fx.Interpreter):
         ledger.node, ledger.where = len(self.facts), _spot(n)
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        mode.begin(Weights(leaf, args))
+        mode.begin(OwnedTensors(leaf, args))
         # only here: label arithmetic is no part of it
         with decomposed(leaf), mode, self.guard, as_caller():
             value = super().run_node(n)

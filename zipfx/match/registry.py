@@ -62,6 +62,6 @@ def resolve(matcher: str | Matcher) -> Matcher:
     if not callable(matcher):
         raise ZipError(
             f"the matcher is a {type(matcher).__name__}: pass one of {', '.join(_NAMED)}, "
-            "or a callable (statistics, merged, *, across_only) -> Matching or Linear"
+            "or a callable (statistics, merged, *, across_only) -> Matching or LinearMerge"
         )
     return matcher

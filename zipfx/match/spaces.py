@@ -21,7 +21,7 @@ from zipfx.analysis.labels.labels import Ints
 from zipfx.analysis.spaces.space_map import Space
 from zipfx.errors import ZipError, first_line
 from zipfx.match.axis_maps import axis_map
-from zipfx.match.matchers.matching import Linear, Matching, Merge, Pairs, joined_pairs
+from zipfx.match.matchers.matching import LinearMerge, Matching, Merge, Pairs, joined_pairs
 from zipfx.match.registry import Identity, Matcher, Permute
 from zipfx.observe.statistics import Statistics
 
@@ -136,7 +136,7 @@ def _joined(
 ) -> Merge:
     """The merges of several blocks as one; indices: the features and merged features of each."""
     total = sum(sizes)
-    linear = any(isinstance(part, Linear) for part in parts)
+    linear = any(isinstance(part, LinearMerge) for part in parts)
     unmerge: Tensor | None = None
     if linear or any(isinstance(part, Matching) and part.unmerge is not None for part in parts):
         unmerge = torch.zeros(total, merged, dtype=torch.float64)
@@ -147,7 +147,7 @@ def _joined(
         merge = torch.zeros(merged, total, dtype=torch.float64)
         for part, (mine, new) in zip(parts, indices, strict=True):
             merge[new[:, None], mine] = part.merge_matrix()
-        return Linear(merge, unmerge, sizes)
+        return LinearMerge(merge, unmerge, sizes)
     assignment = torch.zeros(total, dtype=torch.int64)
     for part, (mine, new) in zip(parts, indices, strict=True):
         assert isinstance(part, Matching)
@@ -164,10 +164,10 @@ def _match(matcher: Matcher, space: Space, statistics: Statistics, size: int) ->
         raise ZipError(
             f"the matcher fails for space {space.name!r} ({size} features): {first_line(error)}"
         ) from error
-    if not isinstance(found, Matching | Linear):
+    if not isinstance(found, Matching | LinearMerge):
         raise ZipError(
             f"the matcher gave a {type(found).__name__} for space {space.name!r}: it must return a "
-            "zipfx.Matching, or a zipfx.Linear"
+            "zipfx.Matching, or a zipfx.LinearMerge"
         )
     if found.merged != size or found.sizes != statistics.sizes:
         raise ZipError(

@@ -69,7 +69,7 @@ def plan_head(
     k: int,
 ) -> HeadPlan:
     """Decide for model k where U goes; matchings: by space index of the grouping."""
-    return _Planner(module, facts, grouping, matchings, k).plan()
+    return _HeadPlanner(module, facts, grouping, matchings, k).plan()
 
 
 def _by_node(entries: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
@@ -79,7 +79,7 @@ def _by_node(entries: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
     return found
 
 
-class _Planner:
+class _HeadPlanner:
     def __init__(
         self,
         module: fx.GraphModule,

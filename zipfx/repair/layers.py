@@ -156,7 +156,7 @@ class Layer(ABC):
 
 
 @dataclass(frozen=True)
-class Linear(Layer):
+class LinearLayer(Layer):
     """`nn.Linear`: (B, P1, .., n) -> (B, P1, .., o)."""
 
     channel = -1
@@ -306,7 +306,7 @@ class Norm(Layer):
 
 
 KINDS: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: Linear,
+    nn.Linear: LinearLayer,
     nn.Conv1d: Convolution,
     nn.Conv2d: Convolution,
     nn.Conv3d: Convolution,

@@ -24,7 +24,7 @@ from zipfx.observe.moments import Moments
 from zipfx.repair.batches import Batch, Line, Room, Run, evaluating, gathered
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
-from zipfx.repair.targets import Step
+from zipfx.repair.targets import RefitStep
 from zipfx.repair.unfold.unfold import title
 from zipfx.values import ByValue
 
@@ -88,7 +88,7 @@ class Refitted(ByValue):
 def refit(
     merged: fx.GraphModule,
     modules: Sequence[fx.GraphModule],
-    steps: Sequence[Step],
+    steps: Sequence[RefitStep],
     data: Calibration,
     settings: Refit,
     states: Sequence[State] = (),
@@ -139,7 +139,7 @@ class _Fit:
 
     def __init__(
         self,
-        step: Step,
+        step: RefitStep,
         batches: Sequence[Batch],
         line: Line,
         paths: Sequence[Mapping[int, Line]],

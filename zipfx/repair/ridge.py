@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zipfx.observe.moments import Moments, pooled
 
-Weights = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
+Affine = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
 
 _RIGHT = 1e-12  # of a target's variance: what is missed by less is left as it is,
 _COARSE = 8  # or by this times the rounding of the samples, which their products share
@@ -76,7 +76,7 @@ class Normal:
         assert self.power is not None
         return w @ self.power
 
-    def loss(self, weights: Weights) -> Tensor:
+    def loss(self, weights: Affine) -> Tensor:
         """(G, o): mean square of W x + b - y."""
         w, b = weights
         varying = self.yy - 2 * (w * self.xy).sum(-1) + self.variance(w)
@@ -101,7 +101,7 @@ class Normal:
         scale = scale.where(power > 0, 1).unsqueeze(-1)
         return anchor * scale, self.xy - known * scale
 
-    def solve(self, anchor: Tensor, missed: Tensor, ridge: float) -> Weights:
+    def solve(self, anchor: Tensor, missed: Tensor, ridge: float) -> Affine:
         """The W and b of least mean square plus ridge * |W - A|^2, from what `start` gives; the
         ridge is relative to the mean variance of the inputs; b is free. Ridge inf: W = A."""
         w = anchor if ridge == math.inf else anchor + self._step(missed, ridge)
@@ -161,7 +161,7 @@ class Solution:
     rows scaled (None: the weights themselves).
     """
 
-    weights: Weights
+    weights: Affine
     parts: tuple[Part, ...]
     before: float
     after: float
@@ -169,7 +169,7 @@ class Solution:
     stored: Tensor | None = None
 
     def limited(
-        self, current: Weights, nearest: Callable[[Tensor], Tensor], scales: bool
+        self, current: Affine, nearest: Callable[[Tensor], Tensor], scales: bool
     ) -> Solution:
         """The weights that are possible, if these are better on held-out data than the current
         ones; the limit may be one on all of them together. scales: whether their rows can be."""
@@ -207,7 +207,7 @@ class Solution:
             found[:, part.index] |= part.changed
         return found
 
-    def statistics(self, weight: Tensor) -> Weights:
+    def statistics(self, weight: Tensor) -> Affine:
         """Mean and variance (G, o) of weight (G, o, n) times x, of the outputs that changed."""
         mean, variance = torch.zeros_like(self.weights[1]), torch.zeros_like(self.weights[1])
         for part in self.parts:
@@ -273,7 +273,7 @@ def fit(
     held: Sequence[Moments],
     n: int,
     asked: Sequence[Tensor],
-    current: Weights,
+    current: Affine,
     ridges: Sequence[float],
     *,
     takes_bias: bool = True,
@@ -346,7 +346,7 @@ def _chosen(
     return ordered[at], error(at)
 
 
-def _put(w: Tensor, b: Tensor, part: Part, new: Weights) -> None:
+def _put(w: Tensor, b: Tensor, part: Part, new: Affine) -> None:
     """Write the outputs of a part that change."""
     w[:, part.index] = torch.where(part.changed.unsqueeze(-1), new[0], w[:, part.index])
     b[:, part.index] = torch.where(part.changed, new[1], b[:, part.index])

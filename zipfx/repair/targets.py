@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.space_map import Role
 from zipfx.match.axis_maps import made_matrix
-from zipfx.match.matchers.matching import Linear, Merge
+from zipfx.match.matchers.matching import LinearMerge, Merge
 from zipfx.merge.assemble import Assembly
 from zipfx.merge.computed import Limit
 from zipfx.merge.heads import HeadPlan
@@ -59,7 +59,7 @@ _FLAT: dict[object, tuple[float, float]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RefitStep:
     """One layer to be refitted; letters as in `layers`, J sources of data.
 
     node: of the merged graph; images: the dimension of its output along which images lie; target:
@@ -87,7 +87,7 @@ def plan_targets(
     modules: Sequence[fx.GraphModule] | None = None,
     written: Sequence[Tensor] = (),
     limits: Sequence[tuple[Tensor, Limit]] = (),
-) -> tuple[list[Step], list[str]]:
+) -> tuple[list[RefitStep], list[str]]:
     """The layers to refit, in the order of the graph, and what else has weights.
 
     Args:
@@ -98,10 +98,10 @@ def plan_targets(
         limits: tensors that can not have every value, and what tells the nearest to one.
     """
     models = modules or job.modules
-    return _Planner(merged, job, heads, sources, models, written, limits).plan()
+    return _RefitPlanner(merged, job, heads, sources, models, written, limits).plan()
 
 
-class _Planner:
+class _RefitPlanner:
     def __init__(
         self,
         merged: fx.GraphModule,
@@ -139,8 +139,8 @@ class _Planner:
         with suppress(Exception):  # not all models take one
             self.alone = shapes(merged, first_samples(job.inputs, 1))
 
-    def plan(self) -> tuple[list[Step], list[str]]:
-        steps: list[Step] = []
+    def plan(self) -> tuple[list[RefitStep], list[str]]:
+        steps: list[RefitStep] = []
         left: dict[str, None] = {}
         folded: set[fx.Node] = set()
         for node in self.weighted:
@@ -169,7 +169,7 @@ class _Planner:
         start, stop = span(t)
         return int(((self.uses[:, 0] < stop) & (self.uses[:, 1] > start)).sum()) > 1
 
-    def _step(self, node: fx.Node, norm: fx.Node | None) -> Step | None:
+    def _step(self, node: fx.Node, norm: fx.Node | None) -> RefitStep | None:
         module = self._module(node)
         own = [t for n in (node, norm) if n is not None for t in self._parameters(n)]
         if module is None or any(map(self._shared, own)) or len(node.args) != 1:
@@ -207,7 +207,7 @@ class _Planner:
         asked = tuple(a.reshape(shape) for a in found[1])
         images = self._images(node) if layer.channel == -1 else 0
         flat = self._flat_after(target)
-        return Step(node, layer, images, name, skip, flat, tuple(found[0]), asked)
+        return RefitStep(node, layer, images, name, skip, flat, tuple(found[0]), asked)
 
     def _between(self, node: fx.Node, end: fx.Node) -> bool:
         """Whether another layer comes between: its target may be gone once `end` has run."""
@@ -338,7 +338,7 @@ class _Planner:
         else:  # the outputs of the network, which may be many
             even = torch.full((width,), 1 / len(self.models), dtype=torch.float64)
             whole = dict.fromkeys(self.models, even)
-        if self.sources == 1 or any(isinstance(merge, Linear) for _, merge in made):
+        if self.sources == 1 or any(isinstance(merge, LinearMerge) for _, merge in made):
             return [whole] * self.sources, [torch.ones(width, dtype=torch.bool)] * self.sources
         shares = [whole[k].reshape(width, -1).sum(1) for k in self.models]
         scales = [s.where(s > 0, 1) for s in shares]

@@ -21,7 +21,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.analysis.grouping.squares import closure, find_sides, rows_and_columns
-from zipfx.analysis.labels.labels import Hashes, Ints, mix
+from zipfx.analysis.labels.labels import Hashes, Ints, hash64
 
 Flags = npt.NDArray[np.bool_]
 _ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
@@ -107,7 +107,7 @@ class _State:
     def hold(self, vertices: Ints) -> None:
         """These overlap: no two of them are alike."""
         self.overlapping[vertices] = True
-        self.colour[vertices] += mix(mix(vertices).view(np.int64))
+        self.colour[vertices] += hash64(hash64(vertices).view(np.int64))
 
     def add(self, a: Ints, b: Ints, role: np.uint64) -> None:
         self.a, self.b = np.concatenate([self.a, a]), np.concatenate([self.b, b])
@@ -132,10 +132,12 @@ class _State:
             return
         joined = np.zeros(n, bool)
         joined[a] = joined[b] = True
-        told = mix((self.part ^ mix(self.kind[self.vertex])).view(np.int64))
+        told = hash64((self.part ^ hash64(self.kind[self.vertex])).view(np.int64))
         self.part = np.where(joined[self.vertex], told, self.part)
         for end, salt in ((self.a, 1), (self.b, 2)):
-            told = mix(self.role.view(np.int64) ^ mix(3 * self.kind[end] + salt).view(np.int64))
+            told = hash64(
+                self.role.view(np.int64) ^ hash64(3 * self.kind[end] + salt).view(np.int64)
+            )
             self.role = np.where(joined[end], told, self.role)
         count = group.max() + 1
         colour, overlapping = np.zeros(count, np.uint64), np.zeros(count, bool)
@@ -151,15 +153,15 @@ class _State:
         kind = np.unique(self.colour, return_inverse=True)[1].astype(np.int64)
         met, where = np.unique(np.concatenate([self.a, self.b]), return_inverse=True)
         a, b = where[: len(self.a)], where[len(self.a) :]
-        up, down = mix(self.role.view(np.int64)), mix(~self.role.view(np.int64))
+        up, down = hash64(self.role.view(np.int64)), hash64(~self.role.view(np.int64))
         count = 0
         mine = kind[met]
         while len(met) and (now := int(np.unique(mine).size)) > count:
             count = now
-            h, seen = mix(mine), np.zeros(len(met), np.uint64)
-            np.add.at(seen, a, mix((h[b] ^ up).view(np.int64)))
-            np.add.at(seen, b, mix((h[a] ^ down).view(np.int64)))
-            mine = np.unique(h + mix(seen.view(np.int64)), return_inverse=True)[1]
+            h, seen = hash64(mine), np.zeros(len(met), np.uint64)
+            np.add.at(seen, a, hash64((h[b] ^ up).view(np.int64)))
+            np.add.at(seen, b, hash64((h[a] ^ down).view(np.int64)))
+            mine = np.unique(h + hash64(seen.view(np.int64)), return_inverse=True)[1]
         kind[met] = kind.max(initial=0) + 1 + mine
         return np.unique(kind, return_inverse=True)[1].astype(np.int64)
 
@@ -208,7 +210,9 @@ class _State:
         parts, new = np.unique(part, return_inverse=True)
         # alike for all parts of a relation, whatever the order of relations
         colour = np.zeros(len(parts), np.uint64)
-        colour[new] = mix(mix(mix(self.kind[a]).view(np.int64) ^ self.kind[b]).view(np.int64))
+        colour[new] = hash64(
+            hash64(hash64(self.kind[a]).view(np.int64) ^ self.kind[b]).view(np.int64)
+        )
         first = len(self.colour)
         self.colour = np.concatenate([self.colour, colour])
         self.overlapping = np.concatenate([self.overlapping, np.zeros(len(parts), bool)])
@@ -258,8 +262,8 @@ class _State:
     def cells(self, child: Ints, parent: Ints, role: Hashes) -> Ints:
         """Vertices of one class with the same parents."""
         parents = np.zeros(len(self.colour), np.uint64)
-        np.add.at(parents, child, mix((mix(parent) ^ role).view(np.int64)))
-        h = mix(mix(self.kind).view(np.int64) ^ parents.view(np.int64))
+        np.add.at(parents, child, hash64((hash64(parent) ^ role).view(np.int64)))
+        h = hash64(hash64(self.kind).view(np.int64) ^ parents.view(np.int64))
         return np.unique(h, return_inverse=True)[1].astype(np.int64)
 
     def result(self, child: Ints, parent: Ints, role: Hashes, side: Ints) -> Nesting:

@@ -25,7 +25,7 @@ from zipfx.analysis.grouping.known import Known
 from zipfx.analysis.grouping.squares import Square
 from zipfx.analysis.interpret import Facts
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.labels import Hashes, Ints, as_they_come, mix, overlapping
+from zipfx.analysis.labels.labels import Hashes, Ints, as_they_come, hash64, overlapping
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ def _nest(
     name: Hashes,
 ) -> Nesting:
     colour = shape.copy()
-    lies_on = mix(mix(known.axis).view(np.int64) ^ 1)
+    lies_on = hash64(hash64(known.axis).view(np.int64) ^ 1)
     lies_on[known.axis < 0] = 0
     np.add.at(colour, component, lies_on + known.colour)
-    colour[component[held]] += mix(1)
+    colour[component[held]] += hash64(1)
     members = [m for m in ledger.members if m.node <= last]
     empty = [np.zeros(0, np.int64)]
     a, b = (np.concatenate([getattr(m, name) for m in members] or empty) for name in ("a", "b"))
@@ -285,8 +285,10 @@ def _nest(
         if axis.by >= 0 and used[whole].any():
             a = np.concatenate([a, np.arange(axis.start, axis.stop)])
             b = np.concatenate([b, np.tile(whole, axis.parts)])
-            role = np.concatenate([role, np.full(axis.stop - axis.start, mix(2), np.uint64)])
-    role = mix((role ^ mix(name[a].view(np.int64)) ^ mix(~name[b].view(np.int64))).view(np.int64))
+            role = np.concatenate([role, np.full(axis.stop - axis.start, hash64(2), np.uint64)])
+    role = hash64(
+        (role ^ hash64(name[a].view(np.int64)) ^ hash64(~name[b].view(np.int64))).view(np.int64)
+    )
     # a block that became one with others stays a vertex of its own below them: what belongs to it
     # need not be like what belongs to the others
     blocks = np.unique(b)
@@ -296,10 +298,10 @@ def _nest(
     below = component.copy()
     below[blocks] = len(colour) + np.arange(len(blocks))
     found = nest(
-        np.concatenate([colour, known.colour[blocks] + mix(3)]),
+        np.concatenate([colour, known.colour[blocks] + hash64(3)]),
         np.concatenate([component[a[stays]], below[again], below[blocks]]),
         np.concatenate([below[b[stays]], below[before], component[blocks]]),
-        np.concatenate([role[stays], of_both, mix(name[blocks].view(np.int64)) + mix(4)]),
+        np.concatenate([role[stays], of_both, hash64(name[blocks].view(np.int64)) + hash64(4)]),
     )
     return replace(found, vertex=found.vertex[: len(colour)])
 
@@ -334,7 +336,9 @@ def _repeated(
             stays[begin:stop] = False
             again.append(blocks)
             before.append(first)
-            told.append(np.full(len(blocks), mix((mix(i) ^ mix(5)).view(np.int64)), np.uint64))
+            told.append(
+                np.full(len(blocks), hash64((hash64(i) ^ hash64(5)).view(np.int64)), np.uint64)
+            )
     none = [np.zeros(0, np.int64)]
     return (
         stays,

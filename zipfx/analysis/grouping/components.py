@@ -12,7 +12,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.labels import Hashes, Ints, mix
+from zipfx.analysis.labels.labels import Hashes, Ints, hash64
 
 Flags = npt.NDArray[np.bool_]
 
@@ -56,7 +56,7 @@ def occurrences(
     tied = tied[np.argsort(component[a[tied]], kind="stable")]
     a, b, node = a[tied], b[tied], node[tied]
     # the colours of a feature need not say which of its labels are tied with which
-    met, told = _refined(a, b, node, mix((mix(axis) ^ colour).view(np.int64)))
+    met, told = _refined(a, b, node, hash64((hash64(axis) ^ colour).view(np.int64)))
     colour = colour.copy()
     colour[met] = told
     np.add.at(shape, component[met], told)
@@ -65,15 +65,15 @@ def occurrences(
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     turn = rank.copy()
-    name = mix((mix(axis) ^ colour).view(np.int64))
+    name = hash64((hash64(axis) ^ colour).view(np.int64))
     unclear = _repeated(component, axis, colour.view(np.int64))[component[a]]
     a, b, node = a[unclear], b[unclear], node[unclear]
     if found := runs(component[a]):
         walks = [_walk(a[i:j], b[i:j], node[i:j], rank, colour) for _, i, j in found]
-        shape[[c for c, _, _ in found]] += mix([form for _, form in walks])
+        shape[[c for c, _, _ in found]] += hash64([form for _, form in walks])
         met = np.concatenate([labels for labels, _ in walks])
         turn[met] = np.concatenate([np.arange(len(labels)) for labels, _ in walks])
-        name[met] = mix(name[met].view(np.int64) ^ (1 + turn[met]))
+        name[met] = hash64(name[met].view(np.int64) ^ (1 + turn[met]))
     return turn, name, shape
 
 
@@ -99,14 +99,14 @@ def _refined(a: Ints, b: Ints, node: Ints, colour: Hashes) -> tuple[Ints, Hashes
     """Labels with edges, and their colours once they know whom they are tied with."""
     met, where = np.unique(np.concatenate([a, b]), return_inverse=True)
     a, b = where[: len(a)], where[len(a) :]
-    there, back = mix(2 * node), mix(2 * node + 1)
+    there, back = hash64(2 * node), hash64(2 * node + 1)
     told, count = colour[met], 0
     while (now := len(np.unique(told))) > count:
         count = now
         seen = np.zeros(len(met), np.uint64)
-        np.add.at(seen, a, mix((told[b] ^ there).view(np.int64)))
-        np.add.at(seen, b, mix((told[a] ^ back).view(np.int64)))
-        told = mix((told + mix(seen.view(np.int64))).view(np.int64))
+        np.add.at(seen, a, hash64((told[b] ^ there).view(np.int64)))
+        np.add.at(seen, b, hash64((told[a] ^ back).view(np.int64)))
+        told = hash64((told + hash64(seen.view(np.int64))).view(np.int64))
     return met, told
 
 
@@ -135,7 +135,7 @@ def in_parts(turn: Ints, kind: Ints, part: Hashes) -> Ints:
     the same for all features of a class.
     """
     joined = np.flatnonzero(part)
-    where = mix((part[joined] ^ mix(kind[joined])).view(np.int64))
+    where = hash64((part[joined] ^ hash64(kind[joined])).view(np.int64))
     _, first, group = np.unique(where, return_index=True, return_inverse=True)
     found = turn.copy()
     found[joined[np.lexsort((turn[joined], first[group]))]] = np.arange(len(joined))

@@ -9,7 +9,7 @@ import numpy as np
 
 from zipfx.analysis.grouping.components import Flags, components
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.labels import Hashes, Ints, mix
+from zipfx.analysis.labels.labels import Hashes, Ints, hash64
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Known:
             if c.node <= last:
                 np.add.at(colour, c.a, c.value)
         for i, (ids, count) in enumerate(crossing):
-            colour[ids] += mix(mix(-1 - i).view(np.int64) ^ count)
+            colour[ids] += hash64(hash64(-1 - i).view(np.int64) ^ count)
         for a in ledger.axes:
             if a.by >= 0:  # what an axis meets as a whole, all its parts meet
                 whole = colour[a.base : a.base + a.size]
-                colour[a.start : a.stop] += np.tile(mix(whole.view(np.int64)), a.parts)
+                colour[a.start : a.stop] += np.tile(hash64(whole.view(np.int64)), a.parts)
         weights = components(ledger, last, weights_only=True)
         consumed = [c.w for c in ledger.contractions if c.node <= last]
         produced = [ids for ids, node in ledger.produced if node <= last]

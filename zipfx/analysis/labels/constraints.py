@@ -24,7 +24,7 @@ from zipfx.analysis.labels.labels import (
     as_they_come,
     broadcast,
     filled,
-    mix,
+    hash64,
     narrow,
     place,
     project,
@@ -296,8 +296,8 @@ class Ledger:
         return any(block is known for known in self._blocks.get(slot, {}).values())
 
     def _belongs(self, a: Ints, b: Ints, way: Hashes) -> None:
-        salt = mix(len(self.members) + 3)
-        self.members.append(Member(a, b, mix((way ^ salt).view(np.int64)), self.node))
+        salt = hash64(len(self.members) + 3)
+        self.members.append(Member(a, b, hash64((way ^ salt).view(np.int64)), self.node))
 
     def _new_blocks(self, slot: Tensor, rest: list[int], fixed: Sequence[Tensor]) -> Tensor:
         shape = [n if d in rest else 1 for d, n in enumerate(slot.shape)]
@@ -307,7 +307,7 @@ class Ledger:
         along = support(slot) - set(rest)
         seen = np.broadcast_to(coordinates(fixed, slot.shape, along), slot.shape)
         ways = np.ascontiguousarray(seen.transpose(order)).reshape(flat.shape)
-        hashed = mix((mix(flat) ^ ways).view(np.int64))
+        hashed = hash64((hash64(flat) ^ ways).view(np.int64))
         hashed[flat == 0] = 0
         first, row = as_they_come(hashed.sum(-1, dtype=np.uint64))
         flat, ways = flat[first], ways[first]
@@ -318,7 +318,7 @@ class Ledger:
             (flat * np.int64(self.size) + ids[:, None])[used], return_inverse=True
         )
         way = np.zeros(len(codes), np.uint64)
-        np.add.at(way, pair, mix(ways[used].view(np.int64)))
+        np.add.at(way, pair, hash64(ways[used].view(np.int64)))
         self._belongs(codes // self.size, codes % self.size, way)
         return narrow(torch.from_numpy(ids[row]).reshape(shape))
 
@@ -329,8 +329,8 @@ class Ledger:
         keep = (a > 0) & (v != 0)
         if keep.any():
             # hashed twice: salts must not be hashes of small numbers, as coordinates are
-            salt = mix(mix(len(self.colours)).view(np.int64)).view(np.int64)
-            hashed = mix(mix(v[keep]).view(np.int64) ^ salt)
+            salt = hash64(hash64(len(self.colours)).view(np.int64)).view(np.int64)
+            hashed = hash64(hash64(v[keep]).view(np.int64) ^ salt)
             self.colours.append(Colour(a[keep], hashed, self.node, reason))
 
     def event(self, slots: Iterable[Tensor], operand: int) -> None:
@@ -390,7 +390,7 @@ class Ledger:
         labels, start, count = np.unique(u[order], return_index=True, return_counts=True)
         # the rank of an element among those of its feature: a pattern, not just a multiset
         rank = np.arange(len(u)) - np.repeat(start, count)
-        h = mix(mix(v[order]).view(np.int64) + rank)
+        h = hash64(hash64(v[order]).view(np.int64) + rank)
         h[v[order] == 0] = 0
         if len(labels):
             sums = np.add.reduceat(h, start)
@@ -410,6 +410,6 @@ def coordinates(fixed: Sequence[Tensor], shape: Sequence[int], dims: Collection[
     found = np.ones([1] * len(shape), np.uint64)
     for slot in fixed:
         if support(slot) & set(dims):
-            seen = mix(project(slot, support(slot) & set(dims)).numpy())
-            found = found + mix(seen.view(np.int64))
+            seen = hash64(project(slot, support(slot) & set(dims)).numpy())
+            found = found + hash64(seen.view(np.int64))
     return found

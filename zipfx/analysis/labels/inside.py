@@ -32,7 +32,7 @@ _CONTRACTIONS = dict.fromkeys("mm bmm mv dot linear convolution _convolution emb
 _CONTRACTIONS |= {"addmm": 1, "baddbmm": 1}
 
 
-class Weights:
+class OwnedTensors:
     """The tensors that a node is given or owns; finds views of them."""
 
     def __init__(self, module: nn.Module | None, args: Any) -> None:
@@ -107,7 +107,7 @@ def decomposed(module: nn.Module | None) -> Iterator[None]:
 
 
 class _Listen(TorchDispatchMode):
-    def __init__(self, weights: Weights, addresses: Collection[Address]) -> None:
+    def __init__(self, weights: OwnedTensors, addresses: Collection[Address]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.weights = weights
         self.heard: dict[Address, list[Tensor]] = {address: [] for address in addresses}
@@ -150,7 +150,7 @@ class Tap(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Mapping[Address, list[Tensor]]]:
         """Run the node with the fused paths off."""
-        listen = _Listen(Weights(self.inner, (args, kwargs)), self.addresses)
+        listen = _Listen(OwnedTensors(self.inner, (args, kwargs)), self.addresses)
         with decomposed(self.inner), listen:
             if self.inner is not None:
                 result = self.inner(*args, **kwargs)

@@ -57,7 +57,7 @@ class Labels:
 
 
 # ------------------------------------------------------------------ hashing
-def mix(x: npt.ArrayLike) -> Hashes:
+def hash64(x: npt.ArrayLike) -> Hashes:
     """A 64-bit finaliser (splitmix64), elementwise, so that sums of hashes tell multisets apart."""
     h = np.asarray(x).astype(np.int64, copy=False).view(np.uint64)
     with np.errstate(over="ignore"):
@@ -158,7 +158,7 @@ def project(fixed: Tensor, keep: Iterable[int]) -> Tensor:
     rest = [d for d in range(fixed.ndim) if d not in kept]
     flat = fixed.permute([*kept, *rest]).reshape([fixed.shape[d] for d in kept] + [-1]).numpy()
     with np.errstate(over="ignore"):
-        h = mix(mix(flat).view(np.int64) + np.arange(flat.shape[-1])).sum(-1, dtype=np.uint64)
+        h = hash64(hash64(flat).view(np.int64) + np.arange(flat.shape[-1])).sum(-1, dtype=np.uint64)
     return narrow(place(as_fixed(h), dict(enumerate(kept)), fixed.ndim))
 
 
@@ -229,5 +229,5 @@ def by_value(t: Tensor) -> Labels:
     told = np.zeros(values.shape, np.uint64)
     for part in as_real(values).unbind(-1) if values.is_complex() else (values,):
         bits = part.to(torch.float64).contiguous() + 0.0  # + 0.0: -0.0 equals 0.0
-        told = mix(told.view(np.int64) ^ bits.numpy().view(np.int64))
+        told = hash64(told.view(np.int64) ^ bits.numpy().view(np.int64))
     return Labels(shape, fixed=(as_fixed(told).where(values != 0, 0),), kind=Kind.CONSTANT)

@@ -23,7 +23,7 @@ from zipfx.analysis.labels.labels import (
     Labels,
     as_fixed,
     by_value,
-    mix,
+    hash64,
     narrow,
     place,
     position,
@@ -175,7 +175,7 @@ class Shadows:
         self._marks += 1
         if used == len(full[1]):
             full[1].append(torch.zeros(len(inside), dtype=torch.int64))
-        full[1][used].as_strided(*g[:3]).copy_(as_fixed(mix([-self._marks])))
+        full[1][used].as_strided(*g[:3]).copy_(as_fixed(hash64([-self._marks])))
 
     @staticmethod
     def _elements(t: Tensor) -> int:

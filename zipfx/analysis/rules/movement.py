@@ -19,7 +19,7 @@ from zipfx.analysis.labels.labels import (
     beyond,
     broadcast,
     by_value,
-    mix,
+    hash64,
     narrow,
     place,
     placed,
@@ -104,9 +104,9 @@ def _tell_operands_apart(
             continue
         if lab.kind == Kind.CONSTANT and t.numel() and not lab.fixed:
             value = t.reshape(-1)[0].item()
-            name = as_fixed(mix([hash(value)])) if value else torch.zeros(1, dtype=torch.int64)
+            name = as_fixed(hash64([hash(value)])) if value else torch.zeros(1, dtype=torch.int64)
         else:
-            name = as_fixed(mix([i + 1]))
+            name = as_fixed(hash64([i + 1]))
         names[id(t)] = name.reshape([1] * t.ndim)
     return {**families, frozenset({-99}): names} if names else families
 
@@ -125,7 +125,7 @@ def _run_on(call: Call, family: dict[int, Tensor], feature: bool) -> Tensor:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout")}
     if call.op is aten.constant_pad_nd.default:  # the padding is one coordinate, none if zero
         value = call.arg("value")
-        args = (*args[:2], int(as_fixed(mix([hash(value)]))) if value and not feature else 0)
+        args = (*args[:2], int(as_fixed(hash64([hash(value)]))) if value and not feature else 0)
     try:
         moved: Tensor = call.op(*args, **kwargs)
     except RuntimeError:  # not there for integers

@@ -19,7 +19,7 @@ from zipfx.analysis.labels.labels import (
     as_fixed,
     beyond,
     broadcast,
-    mix,
+    hash64,
     place,
     project,
     support,
@@ -233,7 +233,7 @@ def _meet_fixed(ours: list[Tensor], slot: Tensor) -> list[Tensor]:
             return ours
         if support(other) == support(slot):
             u, v = broadcast(other, slot)
-            h = mix(mix(u.numpy()).view("int64") ^ v.numpy())
+            h = hash64(hash64(u.numpy()).view("int64") ^ v.numpy())
             both = torch.where(u == 0, v, torch.where((v == 0) | (u == v), u, as_fixed(h)))
             return [*ours[:i], both, *ours[i + 1 :]]
     return [*ours, slot]

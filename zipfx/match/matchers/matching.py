@@ -117,7 +117,7 @@ class Matching(ByValue):
 
 
 @dataclass(frozen=True, eq=False)
-class Linear(ByValue):
+class LinearMerge(ByValue):
     """A merge that is no matching: any merge matrix M and unmerge matrix U.
 
     Args:
@@ -128,7 +128,7 @@ class Linear(ByValue):
     Raises:
         ZipError: they do not fit together, or are not finite.
 
-    >>> Linear(torch.ones(1, 2).double() / 2, torch.ones(2, 1).double(), sizes=(1, 1)).merged
+    >>> LinearMerge(torch.ones(1, 2).double() / 2, torch.ones(2, 1).double(), sizes=(1, 1)).merged
     1
     """
 
@@ -156,7 +156,7 @@ class Linear(ByValue):
         return self.unmerge.to(dtype)
 
 
-Merge = Matching | Linear
+Merge = Matching | LinearMerge
 
 
 def merge_of(merge: Merge, model: int) -> Tensor:
@@ -245,7 +245,7 @@ def joined_pairs(merge: Merge, statistics: Statistics | None) -> Pairs:
 def merged_variance(merge: Merge, pairs: Pairs, std: Tensor) -> Tensor:
     """diag(M Sigma M^T), (M,) float64, for features of standard deviations `std` (N,)."""
     both = std[pairs.first] * std[pairs.second] * pairs.correlation
-    if isinstance(merge, Linear):
+    if isinstance(merge, LinearMerge):
         sigma = torch.diag(std.square()).index_put((pairs.first, pairs.second), both)
         return ((merge.merge @ sigma) * merge.merge).sum(1).clamp_(min=0)
     total = torch.zeros(merge.merged, dtype=torch.float64)

@@ -50,7 +50,7 @@ class Matcher(Protocol):
             across_only: never join two features of one model.
 
         Returns:
-            A `Matching`, or a `Linear` where M and U are any matrices.
+            A `Matching`, or a `LinearMerge` where M and U are any matrices.
 
         Raises:
             ZipError: the matcher cannot give M merged features for these sizes.

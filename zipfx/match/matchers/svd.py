@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from zipfx.errors import ZipError
-from zipfx.match.matchers.matching import Linear
+from zipfx.match.matchers.matching import LinearMerge
 from zipfx.match.matchers.protocol import check_merged
 from zipfx.observe.statistics import Statistics
 
@@ -29,7 +29,9 @@ class Svd:
             [0.5000, 0.5000]], dtype=torch.float64)
     """
 
-    def __call__(self, statistics: Statistics, merged: int, *, across_only: bool = False) -> Linear:
+    def __call__(
+        self, statistics: Statistics, merged: int, *, across_only: bool = False
+    ) -> LinearMerge:
         """See `Matcher`; the models may differ in size.
 
         Raises:
@@ -45,4 +47,4 @@ class Svd:
         vectors = torch.linalg.eigh(covariance)[1].flip(1)[:, :merged]
         largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         vectors = (vectors * largest.sign()).cpu().contiguous()  # signs are free: it is positive
-        return Linear(vectors.T.contiguous(), vectors, statistics.sizes)
+        return LinearMerge(vectors.T.contiguous(), vectors, statistics.sizes)

@@ -16,7 +16,7 @@ class Weights:
     al., Git Re-Basin, ICLR 2023, section 3.2): no data needed.
 
     The sum of the inner products of all corresponding weights is raised by re-assigning one space
-    at a time while all others stay, by `Permute`; see `zipfx.match.by_weights`. The statistics it is called
+    at a time while all others stay, by `Permute`; see `match_weights`. The statistics it is called
     with are inner products of the features' weights.
 
     Args:

@@ -19,7 +19,7 @@ from zipfx.merge.module import HEADS
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.model.naming import name_of_callable
-from zipfx.report.files.recipe import Recipe, Step, patched, recipe_of
+from zipfx.report.files.recipe import GraphStep, Recipe, patched, recipe_of
 from zipfx.report.files.stored import kind, named, tied
 from zipfx.trace.tree import own_tensors
 
@@ -47,14 +47,14 @@ class Made:
     of parameters -> first names."""
 
     units: dict[str, Unit] = field(repr=False)
-    steps: dict[str | int | None, Step] = field(repr=False)
+    steps: dict[str | int | None, GraphStep] = field(repr=False)
     tied: dict[str, str] = field(repr=False)
 
 
 def as_made(merged: fx.GraphModule, models: int, partial: bool) -> Made:
     """What a merge is like now; models, partial: as in `recipe_of`."""
     recipe = recipe_of(merged, models, partial)
-    steps: dict[str | int | None, Step] = {step.name: step for step in recipe.steps}
+    steps: dict[str | int | None, GraphStep] = {step.name: step for step in recipe.steps}
     steps |= {step.part: step for step in recipe.results}
     return Made(_units(merged), steps, _ties(merged))
 
@@ -148,7 +148,7 @@ def _of_modules(made: Made, merged: nn.Module) -> Iterator[str]:
 
 def _of_graphs(made: Made, recipe: Recipe) -> Iterator[str]:
     was = {k: s for k, s in made.steps.items() if s.part is None or s.part in recipe.heads}
-    now: dict[str | int | None, Step] = {step.name: step for step in recipe.steps}
+    now: dict[str | int | None, GraphStep] = {step.name: step for step in recipe.steps}
     now |= {step.part: step for step in recipe.results}
     for key, step in now.items():
         if key not in was:
@@ -158,7 +158,7 @@ def _of_graphs(made: Made, recipe: Recipe) -> Iterator[str]:
     yield from (f"node {s.name!r} was taken out of it" for key, s in was.items() if key not in now)
 
 
-def _of_step(was: Step, now: Step) -> str | None:
+def _of_step(was: GraphStep, now: GraphStep) -> str | None:
     if (was.part, was.source, was.reads, was.dims) != (now.part, now.source, now.reads, now.dims):
         return f"it read {was.reads} and reads {now.reads}"
     return was.does.difference(now.does)

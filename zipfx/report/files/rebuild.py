@@ -28,7 +28,7 @@ from zipfx.merge.module import (
 )
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
-from zipfx.report.files.recipe import OWN, Recipe, Step, reads_of
+from zipfx.report.files.recipe import OWN, GraphStep, Recipe, reads_of
 from zipfx.trace.tidy import ancestors
 from zipfx.trace.tree import ValueOf
 
@@ -112,12 +112,12 @@ class _Origins:
         self._own = {part: {node.name: node for node in nodes} for part, nodes in sources.items()}
         self._of: dict[str, tuple[Part, str]] = {}
 
-    def insert(self, step: Step) -> None:
+    def insert(self, step: GraphStep) -> None:
         """A node between trunk and head stands for what it reads first (if it reads anything)."""
         if step.reads and step.reads[0] in self._of:
             self._of[step.name] = self._of[step.reads[0]]
 
-    def copy(self, step: Step, expected: Sequence[str]) -> None:
+    def copy(self, step: GraphStep, expected: Sequence[str]) -> None:
         """A copy reads what stands for the nodes that its source reads.
 
         Raises:
@@ -149,7 +149,9 @@ def _values(part: Part, take: Take) -> ValueOf:
     return lambda path, t: take(prefix + path, t)
 
 
-def _copied(graph: fx.Graph, source: fx.Node, step: Step, made: Mapping[str, fx.Node]) -> fx.Node:
+def _copied(
+    graph: fx.Graph, source: fx.Node, step: GraphStep, made: Mapping[str, fx.Node]
+) -> fx.Node:
     args, kwargs = _with_reads((source.args, source.kwargs), step, made)
     target: Any = source.target
     if step.part is not None and source.op in NAMED:
@@ -162,7 +164,7 @@ def _copied(graph: fx.Graph, source: fx.Node, step: Step, made: Mapping[str, fx.
     return node
 
 
-def _baked(graph: fx.Graph, root: nn.Module, step: Step, take: Take) -> fx.Node:
+def _baked(graph: fx.Graph, root: nn.Module, step: GraphStep, take: Take) -> fx.Node:
     """A parameter of the merge, where the model computes a weight."""
     name, home = step.does.target, "" if step.part is None else f"{HEADS}.{step.part}"
     if not _BAKED.fullmatch(name) or step.dims or hasattr(root.get_submodule(home), name):
@@ -180,7 +182,7 @@ def _baked(graph: fx.Graph, root: nn.Module, step: Step, take: Take) -> fx.Node:
 
 
 def _inserted(
-    graph: fx.Graph, root: nn.Module, step: Step, made: Mapping[str, fx.Node], take: Take
+    graph: fx.Graph, root: nn.Module, step: GraphStep, made: Mapping[str, fx.Node], take: Take
 ) -> fx.Node:
     functions: dict[str, Any] = {f.__name__: f for f in INSERTED}
     home, does = f"{HEADS}.{step.part}", step.does
@@ -207,7 +209,7 @@ def _inserted(
     return node
 
 
-def _expected(graph: fx.Graph, step: Step, made: Mapping[str, fx.Node]) -> fx.Node:
+def _expected(graph: fx.Graph, step: GraphStep, made: Mapping[str, fx.Node]) -> fx.Node:
     """A check of one of the inputs."""
     try:
         found = json.loads((step.does.settings or {}).get("wanted", "null"))
@@ -228,7 +230,7 @@ def _expected(graph: fx.Graph, step: Step, made: Mapping[str, fx.Node]) -> fx.No
     return graph.create_node("call_function", check, args, name=step.name)
 
 
-def _check_unmerge(root: nn.Module, node: fx.Node, step: Step) -> None:
+def _check_unmerge(root: nn.Module, node: fx.Node, step: GraphStep) -> None:
     """Check that what an inserted node goes by is an index, or for `mix` a matrix."""
     by = attribute(root, str(node.target)) if node.op == "get_attr" else None
     if isinstance(by, Tensor) and step.does.target == "mix":
@@ -239,7 +241,7 @@ def _check_unmerge(root: nn.Module, node: fx.Node, step: Step) -> None:
         raise ZipError(f"node {step.name!r} reads {node.name!r}, which is no unmerge matrix")
 
 
-def _with_reads(arguments: Any, step: Step, made: Mapping[str, fx.Node]) -> Any:
+def _with_reads(arguments: Any, step: GraphStep, made: Mapping[str, fx.Node]) -> Any:
     """The arguments of a model's node, with the nodes that the step reads in place of its own."""
     reads = [_read(name, step, made) for name in step.reads]
     if len(reads_of(arguments)) != len(reads):
@@ -247,7 +249,7 @@ def _with_reads(arguments: Any, step: Step, made: Mapping[str, fx.Node]) -> Any:
     return fx.node.map_arg(arguments, lambda _: reads.pop(0))
 
 
-def _read(name: str, step: Step, made: Mapping[str, fx.Node]) -> fx.Node:
+def _read(name: str, step: GraphStep, made: Mapping[str, fx.Node]) -> fx.Node:
     if name not in made:
         raise ZipError(f"node {step.name!r} reads node {name!r}, which does not come before it")
     return made[name]

@@ -63,7 +63,7 @@ class Does:
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphStep:
     """A node of a merge: of which part it is, the names of the nodes that it reads, in the order of
     its arguments, and the node of the model that it copies (None: it was inserted, see `dims`), or
     that it reads a parameter in place of."""
@@ -88,8 +88,8 @@ class Recipe:
 
     models: int
     heads: tuple[int, ...]
-    steps: tuple[Step, ...]
-    results: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
+    results: tuple[GraphStep, ...]
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -113,13 +113,13 @@ def recipe_of(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:
             f"it no longer returns a tuple with one entry for each of {len(heads)} heads"
         )
     results = tuple(
-        Step("output", k, "output", reads_of(value), Does("output", "output", _text(value)))
+        GraphStep("output", k, "output", reads_of(value), Does("output", "output", _text(value)))
         for k, value in zip(heads or (None,), values, strict=True)
     )
     return Recipe(models, heads, tuple(_step(merged, node) for node in nodes), results)
 
 
-def _step(merged: fx.GraphModule, node: fx.Node) -> Step:
+def _step(merged: fx.GraphModule, node: fx.Node) -> GraphStep:
     part, source = node.meta.get(HEAD_KEY), node.meta.get(SOURCE_KEY)
     does, reads = _does(merged, node, part), reads_of((node.args, node.kwargs))
     given: Any = ()
@@ -134,7 +134,7 @@ def _step(merged: fx.GraphModule, node: fx.Node) -> Step:
     elif BAKED_KEY in node.meta:
         does = replace(does, layer=BAKED)
     dims = given if isinstance(given, (tuple, list)) else (given,)
-    return Step(node.name, part, source, reads, does, tuple(dims))
+    return GraphStep(node.name, part, source, reads, does, tuple(dims))
 
 
 def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:

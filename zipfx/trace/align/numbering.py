@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.analysis.labels.inside import decomposed
-from zipfx.analysis.labels.labels import Hashes, mix
+from zipfx.analysis.labels.labels import Hashes, hash64
 from zipfx.model.copies import alias
 from zipfx.model.memory import storage_key
 from zipfx.model.running import Guard, declared
@@ -202,7 +202,7 @@ class _Mode(TorchDispatchMode):
     def fill(self, t: Tensor, number: int) -> None:
         """New numbers for all elements of a tensor, in their order."""
         with np.errstate(over="ignore"):
-            found = mix((np.arange(t.numel(), dtype=np.uint64) * _ODD).view(np.int64) ^ number)
+            found = hash64((np.arange(t.numel(), dtype=np.uint64) * _ODD).view(np.int64) ^ number)
         self.put(t, found)
 
     def put(self, t: Tensor, numbers: Hashes) -> None:
@@ -228,9 +228,9 @@ class _Mode(TorchDispatchMode):
         real = torch.view_as_real(values) if values.is_complex() else values
         wide = real.double() if real.is_floating_point() else real.long()
         bits = (wide + 0 if wide.dtype == torch.int64 else wide + 0.0).numpy().view(np.int64)
-        found = mix(bits)
+        found = hash64(bits)
         if values.is_complex():
-            found = mix((found[..., 0] ^ mix(found[..., 1].view(np.int64))).view(np.int64))
+            found = hash64((found[..., 0] ^ hash64(found[..., 1].view(np.int64))).view(np.int64))
         self.put(t, found.reshape(-1))
         self.constant.add(storage_key(t))
 
@@ -245,7 +245,7 @@ class _Mode(TorchDispatchMode):
             return 0
         with np.errstate(over="ignore"):
             flat = window.reshape(-1) + np.arange(t.numel(), dtype=np.uint64) * _ODD
-            return int(mix(flat.view(np.int64)).sum(dtype=np.uint64))
+            return int(hash64(flat.view(np.int64)).sum(dtype=np.uint64))
 
     def value(self, value: Any) -> Value:
         """What a node has computed."""
@@ -370,7 +370,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _hash(*parts: Any) -> int:
-    return int(mix(hash(parts))) >> 1
+    return int(hash64(hash(parts))) >> 1
 
 
 def _blank(t: Tensor) -> _Numbered:
