@@ -34,7 +34,7 @@ import zipfx
 from benchmarks import data, harness, tables
 from benchmarks.document import Document
 from benchmarks.harness import Bench, Result
-from zipfx.analysis.spaces.space_map import Role
+from zipfx.analysis.spaces.values import Role
 
 POSITIONS, RIDGE = 24, 1e-3  # of each image; relative to the mean power of a layer's inputs
 EPOCHS, BATCH = 15, 50

@@ -16,7 +16,7 @@ import zipfx
 from benchmarks import harness, matchers
 from benchmarks.document import Document
 from benchmarks.harness import Method
-from zipfx.observe.joint_graph import PLACES
+from zipfx.observe.choose_places import PLACES
 
 METHODS = tuple(
     Method(

@@ -25,16 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from graphs import OPS, written
-from properties import (
-    LAWS,
-    Example,
-    Failure,
-    UnusableError,
-    check,
-    independent,
-    simplify,
-    where,
-)
+from properties import LAWS, Example, Failure, UnusableError, check, independent, simplify, where
 
 from benchmarks import evaluate
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 import zipfx
-from zipfx.precision import as_real
-from zipfx.trace.align.correspond import module_paths
+from zipfx.model.tensors import as_real
+from zipfx.trace.nodes import module_paths
 from zipfx.trace.tracing import trace
 
 EXACT = 1e-12  # relative, float64

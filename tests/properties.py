@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from graphs import INPUTS, OPS, Plan, Step, drawn, operation, plans
 from hypothesis import strategies as st
-from laws import (
-    EXACT,
-    error,
-    heads_error,
-    merge,
-    parameters,
-    run,
-    running_modules,
-    unharmed,
-)
+from laws import EXACT, error, heads_error, merge, parameters, run, running_modules, unharmed
 from models import Net
 from scipy.optimize import linear_sum_assignment
 from torch import nn

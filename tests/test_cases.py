@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import zipfx
-from zipfx.precision import widened
+from zipfx.model.tensors import widened
 
 NAMES = """
     cat_same_twice cat_then_residual cat_network_input inception_bn_after_cat chunk_csp_c2f

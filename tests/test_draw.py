@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import zipfx
 from zipfx import ZipError
 from zipfx import draw as drawing
-from zipfx.analysis.spaces.picture import HEIGHT, Box, layout, palette, ranks
+from zipfx.analysis.spaces.layout import HEIGHT, Box, layout, ranks
+from zipfx.analysis.spaces.picture import palette
 
 
 class Small(nn.Module):

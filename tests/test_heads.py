@@ -23,7 +23,7 @@ from torchvision.models.resnet import BasicBlock
 
 import zipfx
 from zipfx.analysis.labels.labels import overlapping
-from zipfx.analysis.spaces.space_map import select
+from zipfx.analysis.spaces.reorder import select
 from zipfx.merge.assemble import Assembly
 
 ZIP = importlib.import_module("zipfx.zip")

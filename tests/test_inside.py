@@ -18,7 +18,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 
 import zipfx
 from zipfx.analysis.analysis import run_analysis
-from zipfx.analysis.labels.inside import decomposed
+from zipfx.model.running import decomposed
 from zipfx.observe.joint_graph import observe
 from zipfx.trace.tracing import Tracer, trace
 

@@ -6,9 +6,11 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx.analysis.analysis import run_analysis
-from zipfx.analysis.spaces.space_map import Place
+from zipfx.analysis.spaces.values import Place
+from zipfx.observe.choose_places import PLACES
 from zipfx.observe.data import calibration
-from zipfx.observe.joint_graph import PLACES, Observer, observe
+from zipfx.observe.joint_graph import observe
+from zipfx.observe.observer import Observer
 from zipfx.trace.tracing import trace
 
 

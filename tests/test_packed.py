@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zipfx
-from zipfx.analysis.spaces.space_map import Place
-from zipfx.observe.joint_graph import Observer
+from zipfx.analysis.spaces.values import Place
+from zipfx.observe.observer import Observer
 
 Batch = tuple[Tensor, Tensor]
 

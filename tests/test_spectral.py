@@ -15,10 +15,11 @@ from torch import Tensor, fft, nn
 
 import zipfx
 from zipfx.analysis.labels.labels import by_value
-from zipfx.analysis.spaces.space_map import Place
-from zipfx.match.axis_maps import AxisMap, AxisMatrix, fuse
-from zipfx.observe.joint_graph import Observer
-from zipfx.precision import as_real
+from zipfx.analysis.spaces.values import Place
+from zipfx.match.axis_maps import AxisMap, AxisMatrix
+from zipfx.merge.fuse import fuse
+from zipfx.model.tensors import as_real
+from zipfx.observe.observer import Observer
 
 ops = torch.ops.zipfxspectral
 

@@ -8,7 +8,8 @@ from models import NETS
 from torch import nn
 
 import zipfx
-from zipfx.analysis.spaces.space_map import WIDTH, Axis, Pinned, Role, Space, SpaceMap, block_text
+from zipfx.analysis.spaces.space_map import WIDTH, SpaceMap, block_text
+from zipfx.analysis.spaces.values import Axis, Pinned, Role, Space
 from zipfx.text import summary, table
 
 CONSTANTS = "unlike any other: it meets fixed coordinates (input channels, positions, constants)"

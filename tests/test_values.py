@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zipfx
-from zipfx.model.naming import name_of_callable
+from zipfx.model.callables import name_of_callable
 from zipfx.values import same
 
 

@@ -5,7 +5,8 @@ merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 
 from zipfx.analysis.analysis import analyze
 from zipfx.analysis.rules import register_rule
-from zipfx.analysis.spaces.space_map import Axis, NodeInfo, Pinned, Place, Role, Space, SpaceMap
+from zipfx.analysis.spaces.space_map import SpaceMap
+from zipfx.analysis.spaces.values import Axis, NodeInfo, Pinned, Place, Role, Space
 from zipfx.errors import ZipError
 from zipfx.match.matchers.matching import LinearMerge, Matching
 from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip

@@ -10,6 +10,7 @@ they return.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -208,3 +209,22 @@ def _with_small_numbers() -> Iterator[None]:
     finally:
         if flushed:
             torch.set_flush_denormal(True)
+
+
+@contextmanager
+def fixed_randomness(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and python inside, and restore the caller's generators afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()
+    # a CUDA that nobody has used yet is left alone: looking at its generators would start it
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)

@@ -14,32 +14,31 @@ from zipfx import match
 from zipfx.analysis.analysis import Analysis, checked, run_analysis
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
-from zipfx.match.by_weights import match_weights
+from zipfx.match.by_weights import check_finite, match_weights
 from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
 from zipfx.merge.assemble import Assembly
 from zipfx.merge.computed import computed, constrained, limits, put_back
 from zipfx.merge.module import copy_modes, homes
 from zipfx.merge.singular import renew
-from zipfx.model.naming import name_of_callable
+from zipfx.model.callables import name_of_callable
+from zipfx.model.contents import check_models
+from zipfx.model.running import state_of
 from zipfx.model.tensors import named_tensors
-from zipfx.modes import own_modes
-from zipfx.observe.data import (
-    BatchToArgs,
-    calibration,
-    first_call,
-    fixed_randomness,
-    guessed_input,
-)
-from zipfx.observe.joint_graph import PLACES, combine, observe
+from zipfx.modes import fixed_randomness, own_modes
+from zipfx.observe.choose_places import PLACES
+from zipfx.observe.data import BatchToArgs, calibration
+from zipfx.observe.examples import first_call, guessed_input
+from zipfx.observe.joint_graph import observe
+from zipfx.observe.observer import combine
 from zipfx.observe.statistics import Statistics
 from zipfx.repair.batch_norm import repair_batch_norm
-from zipfx.repair.batches import state_of
 from zipfx.repair.layerwise import Refit, Refitted, refit
 from zipfx.repair.targets import plan_targets
 from zipfx.repair.unfold.bake import bake, with_plain_weights
 from zipfx.repair.unfold.unfold import unfold
 from zipfx.report.files.made import MADE, as_made
 from zipfx.report.files.stand_ins import TRACED, Traced, described
+from zipfx.report.measure import Stages, count_flops, count_layers
 from zipfx.report.notes import blind as unobserved
 from zipfx.report.notes import (
     few,
@@ -50,18 +49,10 @@ from zipfx.report.notes import (
     unrepaired,
     unrepaired_norms,
 )
-from zipfx.report.report import Report, SpaceReport, Stages, count_flops, count_layers
+from zipfx.report.report import Report, SpaceReport
 from zipfx.trace.align.alignment import aligned
-from zipfx.trace.align.correspond import (
-    check_constants,
-    check_finite,
-    check_models,
-    check_outputs,
-    counterparts,
-    first_name,
-    last_node,
-    unpacked,
-)
+from zipfx.trace.align.correspond import check_constants, check_outputs, counterparts
+from zipfx.trace.cut import first_name, last_node, unpacked
 from zipfx.trace.tracing import NOTES, trace
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}

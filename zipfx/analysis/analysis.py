@@ -11,10 +11,13 @@ import torch
 from torch import fx, nn
 
 from zipfx.analysis.grouping.build_map import find_spaces
-from zipfx.analysis.grouping.classes import Grouping, group
-from zipfx.analysis.interpret import Facts, interpret, module_path
+from zipfx.analysis.grouping.classes import group
+from zipfx.analysis.grouping.grouping import Grouping
+from zipfx.analysis.interpret import interpret
+from zipfx.analysis.labels.facts import Facts
 from zipfx.analysis.labels.labels import Kind
-from zipfx.analysis.spaces.space_map import NodeInfo, SpaceMap
+from zipfx.analysis.spaces.space_map import SpaceMap
+from zipfx.analysis.spaces.values import NodeInfo
 from zipfx.analysis.verify import failing_spaces
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
@@ -22,6 +25,7 @@ from zipfx.model.calls import in_order
 from zipfx.model.contents import check_visible
 from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
+from zipfx.trace.nodes import module_path
 from zipfx.trace.tracing import trace
 
 

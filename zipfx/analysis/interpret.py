@@ -8,7 +8,7 @@ later stage reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.inside import Address, OwnedTensors, decomposed, meetings
-from zipfx.analysis.labels.labels import (
-    Ints,
-    Kind,
-    Labels,
-    by_value,
-    positions,
-    support,
-    trimmed,
-    vector,
-)
+from zipfx.analysis.labels.facts import Facts, Heard, NodeFacts
+from zipfx.analysis.labels.inside import Address, OwnedTensors, meetings
+from zipfx.analysis.labels.labels import Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.analysis.labels.storages import Shadows
 from zipfx.analysis.rows import Origins, Rows
 from zipfx.analysis.rules import (
@@ -52,12 +44,18 @@ from zipfx.analysis.rules import (
 from zipfx.analysis.starts import Starts, further
 from zipfx.errors import ZipError
 from zipfx.model.copies import alias
-from zipfx.model.graph_module import plain
 from zipfx.model.memory import partners, storage_key
-from zipfx.model.running import Guard, declared
-from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.model.running import Guard, declared, decomposed
+from zipfx.model.tensors import (
+    as_real,
+    clone_tensors,
+    constant_names,
+    inexact,
+    leaves,
+    named_tensors,
+)
 from zipfx.modes import as_caller, as_library
-from zipfx.precision import as_real, inexact
+from zipfx.trace.nodes import _spot
 from zipfx.trace.tracing import NOTES
 
 aten = torch.ops.aten
@@ -65,73 +63,6 @@ _COPY = {aten.copy_.default}
 _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 _NORMS = {op for op, function in RULES.items() if function is RULES[aten.native_batch_norm.default]}
 _INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim")
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What was met at an address inside a node: the labels along `axis` (counted from the end).
-
-    blurred: dimensions along which other features lie; data: whether it depends on the input;
-    chosen: whether its rows are others in every model.
-    """
-
-    address: Address
-    axis: int
-    labels: Ints
-    blurred: tuple[int, ...]
-    data: bool
-    chosen: bool = False
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What one graph node computed.
-
-    values: features of the tensors in its result, in pytree order; kind: the largest of theirs
-    (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
-    whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
-    and make inside it; chosen: whether its rows are others in every model (see `rows`).
-    """
-
-    values: tuple[Labels, ...]
-    kind: Kind | None
-    is_tensor: bool
-    owners: frozenset[int]
-    writes: frozenset[int]
-    traits: frozenset[str]
-    inner: tuple[Heard, ...] = ()
-    chosen: bool = False
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The outcome of one interpretation; node i of the graph has `nodes[i]`.
-
-    state: names of the parameters and buffers; their storages have the owners -1, -2, ...
-    rewritten: (j, i, facts) where node j wrote in place to what node i had computed, and node i is
-    read again: what it says from then on; empty: where data chooses rows, and has chosen none, so
-    that what follows was not seen at work.
-    """
-
-    ledger: Ledger
-    nodes: tuple[NodeFacts, ...]
-    notes: tuple[str, ...]
-    state: tuple[str, ...] = ()
-    rewritten: tuple[tuple[int, int, NodeFacts], ...] = ()
-    empty: tuple[str, ...] = ()
-
-    def until(self, last: int) -> Facts:
-        """The same facts, the values being as node `last` leaves them."""
-        nodes = list(self.nodes)
-        for j, i, fact in self.rewritten:
-            if j <= last:
-                nodes[i] = fact
-        return replace(self, nodes=tuple(nodes))
-
-    def written(self, last: int) -> set[str]:
-        """Parameters and buffers that the nodes up to index `last` write to."""
-        owners = {o for fact in self.nodes[: last + 1] for o in fact.writes if o < 0}
-        return {self.state[-1 - o] for o in owners}
 
 
 class _Mode(TorchDispatchMode):
@@ -341,29 +272,6 @@ class _Interpreter(fx.Interpreter):
             if old.owners & writes and node not in dead:
                 fact = self._learn(value, old.writes, old.traits)
                 self.rewritten.append((len(self.facts), self.at[node], fact))
-
-
-def describe(node: fx.Node) -> str:
-    """A node as messages name it: its name, and the module path or function it calls."""
-    target = (
-        plain(node.target)
-        if isinstance(node.target, str)
-        else getattr(node.target, "__name__", str(node.target))
-    )
-    path = module_path(node)
-    place = f" in module {path!r}" if path not in ("", target) else ""
-    return f"node {node.name!r} ({node.op} {target}{place})"
-
-
-def _spot(node: fx.Node) -> str:
-    path = module_path(node)
-    return f"node {node.name!r}" + (f" in module {path!r}" if path else "")
-
-
-def module_path(node: fx.Node) -> str:
-    """Qualified name of the innermost module that a traced node lies in ("": the model itself)."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return str(stack[-1][0]) if stack else ""
 
 
 def _tied(named: Mapping[str, Tensor]) -> list[Tensor]:

@@ -18,10 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Contraction, Ledger
+from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.inside import meetings
-from zipfx.analysis.labels.labels import Ints, Kind, Labels, support
+from zipfx.analysis.labels.labels import Kind, Labels, support
+from zipfx.analysis.labels.records import Contraction
 from zipfx.analysis.rules import Call
+from zipfx.hashing import Ints
 from zipfx.model.memory import storage_key
 
 _REASON = "a weight that makes it meets only zeros on the example inputs, as a state begins with"

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zipfx.analysis.spaces.space_map import Moves, Space, SpaceMap, axis_moves, moved, select
+from zipfx.analysis.spaces.reorder import Moves, axis_moves, moved, select
+from zipfx.analysis.spaces.space_map import SpaceMap
+from zipfx.analysis.spaces.values import Space
 from zipfx.model.copies import alias
-from zipfx.model.tensors import clone_tensors, constant_names, leaves, map_tensors, named_tensors
+from zipfx.model.running import Wide
+from zipfx.model.tensors import (
+    clone_tensors,
+    constant_names,
+    inexact,
+    leaves,
+    map_tensors,
+    named_tensors,
+    widened,
+)
 from zipfx.modes import as_caller, as_library
-from zipfx.precision import inexact, widened
 
 aten = torch.ops.aten
 
@@ -70,33 +79,6 @@ class _Runner(fx.Interpreter):
             seen = {m.name: v for m, v in (*self.env.items(), (n, value))}
             self.kept = clone_tensors({name: seen[name] for name in self.state.keep})
         return value
-
-
-class Wide(TorchDispatchMode):
-    """What asks for a dtype of real numbers gets this one (of complex ones, that of its pairs):
-    where all weights are float64, another would not fit them."""
-
-    def __init__(self, dtype: torch.dtype | None = torch.float64) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = dtype
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        dtype = kwargs.get("dtype")
-        if self.dtype is not None and dtype is not None and func is not aten.view.dtype:
-            if dtype.is_floating_point:
-                kwargs["dtype"] = self.dtype
-            elif dtype.is_complex:
-                kwargs["dtype"] = self.dtype.to_complex()
-        result = func(*args, **kwargs)
-        odd = isinstance(result, Tensor) and result.is_floating_point()
-        if self.dtype is None or not odd or result.dtype == self.dtype:
-            return result
-        if any(isinstance(a, Tensor) for a in leaves((args, kwargs))):
-            return result
-        return result.to(self.dtype)  # of the default dtype, as nothing else was asked for
 
 
 class _State:

@@ -10,19 +10,63 @@ leave it open, by the weights that stay when the axes that are still free are so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zipfx.analysis.spaces.space_map import Axis, Space
+from zipfx.analysis.spaces.values import Axis, Space
+from zipfx.checks import whole
+from zipfx.errors import ZipError
 from zipfx.match.axis_maps import Move, columns, plan
-from zipfx.match.matchers.matching import Merge, joined_pairs
-from zipfx.match.registry import Weights
+from zipfx.match.matchers.matching import Matching, Merge, joined_pairs
+from zipfx.match.matchers.one_to_one import Permute
 from zipfx.match.spaces import Matched, block_similarity, inside, match_space
+from zipfx.model.tensors import as_real, widened
 from zipfx.observe.statistics import Statistics
-from zipfx.precision import as_real, widened
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Permute features so that the weights of the models are as alike as possible (Ainsworth et
+    al., Git Re-Basin, ICLR 2023, section 3.2): no data needed.
+
+    The sum of the inner products of all corresponding weights is raised by re-assigning one space
+    at a time while all others stay, by `Permute`; see `match_weights`. The statistics it is called
+    with are inner products of the features' weights.
+
+    Args:
+        sweeps: over all spaces at most; it ends earlier when nothing changes.
+
+    Raises:
+        ZipError: sweeps is no whole number, or below 1.
+
+    >>> import torch, zipfx
+    >>> a = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> x = torch.randn(4, 3)
+    >>> spaces = zipfx.analyze(a, x)
+    >>> b = spaces.permuted(a, spaces.random_permutations(1))
+    >>> merged = zipfx.zip([a, b], None, matcher="weights", repair="none", example_inputs=x)
+    >>> torch.allclose(merged(x), a(x), atol=1e-6)
+    True
+    """
+
+    sweeps: int = 100
+
+    def __post_init__(self) -> None:
+        whole("sweeps", self.sweeps, 1)
+
+    def __call__(
+        self, statistics: Statistics, merged: int, *, across_only: bool = False
+    ) -> Matching:
+        """See `Matcher`; the result is always across models only.
+
+        Raises:
+            ZipError: a model has not exactly `merged` features.
+        """
+        return Permute(similarity="covariance")(statistics, merged)
+
 
 Tensors = Mapping[str, Sequence[Tensor]]
 
@@ -132,3 +176,15 @@ def _sorted(t: Tensor, dims: set[int]) -> Tensor:
     last = tuple(range(-len(order), 0))
     moved = t.movedim(order, last)
     return moved.flatten(-len(order)).sort(-1)[0].reshape(moved.shape).movedim(last, order)
+
+
+def check_finite(parameters: Mapping[str, Sequence[Tensor]], spaces: Iterable[Space]) -> None:
+    """Check the parameters along which features lie, where no activations were looked at.
+
+    Args:
+        parameters: of all models, by name.
+    """
+    for name in sorted({axis.parameter for space in spaces for axis in space.axes}):
+        for k, t in enumerate(parameters.get(name, ())):
+            if not bool(t.isfinite().all()):
+                raise ZipError(f"parameter {name!r} of model {k} holds NaN or Inf")

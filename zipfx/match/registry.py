@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Callable
 
 from zipfx.errors import ZipError
-from zipfx.match.matchers.identity import Identity
+from zipfx.match.by_weights import Weights
 from zipfx.match.matchers.kmeans import KMeans
+from zipfx.match.matchers.one_to_one import Identity, Permute
 from zipfx.match.matchers.optimal import Optimal
-from zipfx.match.matchers.permute import Permute
 from zipfx.match.matchers.protocol import Matcher, wanted
 from zipfx.match.matchers.svd import Svd
-from zipfx.match.matchers.weights import Weights
 from zipfx.match.matchers.zip import Zip
 
 __all__ = [

@@ -11,16 +11,18 @@ from torch import Tensor, fx, nn
 
 from zipfx.analysis.analysis import Analysis, run_analysis
 from zipfx.analysis.labels.labels import Kind
-from zipfx.analysis.spaces.space_map import Axis, Space
+from zipfx.analysis.spaces.values import Axis, Space
 from zipfx.errors import ZipError
-from zipfx.match.axis_maps import Move, fuse, fuse_variance, plan
+from zipfx.match.axis_maps import Move, plan
 from zipfx.match.matchers.matching import Merge, Pairs
+from zipfx.merge.fuse import fuse, fuse_variance
+from zipfx.merge.graph import copy_head, copy_trunk
 from zipfx.merge.heads import HeadPlan, plan_head
-from zipfx.merge.module import MergedModule, Part, build, copy_head, copy_trunk, planted
+from zipfx.merge.module import MergedModule, Part, build, planted
 from zipfx.model.graph_module import plain
-from zipfx.model.tensors import constant_names, named_tensors
-from zipfx.precision import inexact
-from zipfx.trace.align.correspond import counterparts, same_graph, tensors_at
+from zipfx.model.tensors import constant_names, inexact, named_tensors
+from zipfx.trace.align.correspond import counterparts, same_graph
+from zipfx.trace.nodes import tensors_at
 from zipfx.trace.tracing import EXPECTS
 from zipfx.trace.tree import ValueOf
 

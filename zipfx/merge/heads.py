@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from zipfx.analysis.grouping.classes import Grouping
 from zipfx.analysis.grouping.components import Flags
-from zipfx.analysis.interpret import Facts, NodeFacts, describe
-from zipfx.analysis.labels.labels import Ints, Kind, overlapping
+from zipfx.analysis.grouping.grouping import Grouping
+from zipfx.analysis.labels.facts import Facts, NodeFacts
+from zipfx.analysis.labels.labels import Kind, overlapping
 from zipfx.errors import ZipError
+from zipfx.hashing import Ints
 from zipfx.match.axis_maps import AxisMap, Move, is_pattern, read_maps
 from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.model.tensors import named_tensors
-from zipfx.trace.align.correspond import tensors_at
+from zipfx.trace.nodes import describe, tensors_at
 
 T = TypeVar("T")
 

@@ -7,18 +7,15 @@ The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from zipfx.analysis.spaces.space_map import mix, select
+from zipfx.analysis.spaces.reorder import mix, select
 from zipfx.errors import ZipError
-from zipfx.merge.heads import HeadPlan
-from zipfx.model.calls import EXPECTATIONS, Expectation
-from zipfx.model.graph_module import NAMED, GraphModule, plain
+from zipfx.model.calls import EXPECTATIONS
+from zipfx.model.graph_module import GraphModule
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import own_modes
 from zipfx.trace.tree import Tree, ValueOf, plant, plant_unused
@@ -77,94 +74,6 @@ def planted(
         plant(twig, nodes[k])
         unused[k] = plant_unused(twig, modules[k])
     return tree.root, unused
-
-
-def copy_trunk(
-    graph: fx.Graph, nodes: Sequence[fx.Node], expects: Sequence[Expectation] = ()
-) -> dict[fx.Node, fx.Node]:
-    """Copy nodes with their names and targets; checks of what is expected of the inputs come behind
-    these."""
-    seen: dict[fx.Node, fx.Node] = {}
-    left = list(expects)
-    for node in nodes:
-        if node.op != "placeholder":
-            inputs = {str(n.target): copied for n, copied in seen.items() if n.op == "placeholder"}
-            for e in left:
-                graph.call_function(e.check, (inputs[e.name], *e.arguments))
-            left = []
-        seen[node] = graph.node_copy(node, seen.__getitem__)
-        seen[node].meta.pop(HEAD_KEY, None)
-        seen[node].meta[SOURCE_KEY] = node.name
-    return seen
-
-
-def copy_head(
-    graph: fx.Graph,
-    root: nn.Module,
-    nodes: Sequence[fx.Node],
-    trunk: Mapping[int, fx.Node],
-    plan: HeadPlan,
-    k: int,
-) -> Any:
-    """Copy the head of model k behind the trunk; return its output value.
-
-    nodes: all nodes of model k; trunk: the copies of those up to the cut, by index.
-    """
-    at = {n: i for i, n in enumerate(nodes)}
-    home = root.get_submodule(f"{HEADS}.{k}")
-    made: dict[int, fx.Node] = {}
-    restored: dict[int, fx.Node] = {}
-    own = set(plan.nodes)
-
-    def add(kind: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        node = graph.create_node(kind, target, args, {}, name=name)
-        node.meta[HEAD_KEY] = k
-        return node
-
-    def value(j: int) -> fx.Node:
-        if j in own or j in made:
-            return made[j]
-        if j in plan.cloned:
-            how = torch.clone if plan.cloned[j] else clone_tensors
-            made[j] = add("call_function", how, (trunk[j],), f"copy{k}_{nodes[j].name}")
-            return made[j]
-        return trunk[j]
-
-    def source(j: int, i: int) -> fx.Node:
-        j = plan.same.get(j, j)
-        if (j, i) not in plan.edges or not plan.restored[j]:
-            return value(j)
-        if j not in restored:
-            node = value(j)
-            for unmerge in plan.restored[j]:
-                name = next(n for i in itertools.count() if not hasattr(home, n := f"unmerge_{i}"))
-                home.register_buffer(name, unmerge.by)
-                by = add("get_attr", f"{HEADS}.{k}.{name}", (), f"head{k}_{name}")
-                one = len(unmerge.dims) == 1 and unmerge.by.ndim == 1
-                how = torch.index_select if one else select if unmerge.by.ndim == 1 else mix
-                args = (node, unmerge.dims[0] if one else unmerge.dims, by)
-                node = add("call_function", how, args, f"head{k}_features")
-            restored[j] = node
-        return restored[j]
-
-    result: Any = None
-    for i in plan.nodes:
-        node = nodes[i]
-        if node.op == "output":
-            result = fx.node.map_arg(node.args[0], lambda n: source(at[n], i))  # noqa: B023
-            continue
-        own_path = node.op in NAMED
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: source(at[n], i))  # noqa: B023
-        made[i] = graph.create_node(
-            node.op,
-            f"{HEADS}.{k}.{plain(str(node.target))}" if own_path else node.target,
-            args,
-            kwargs,
-            name=f"head{k}_{node.name.lstrip('_')}",
-            type_expr=node.type,
-        )
-        made[i].meta = {**node.meta, HEAD_KEY: k, SOURCE_KEY: node.name}
-    return result
 
 
 def homes(models: int, partial: str | None) -> dict[str, list[int]]:

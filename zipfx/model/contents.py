@@ -11,7 +11,7 @@ import functools
 import hashlib
 import io
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zipfx.checks import module as as_module
 from zipfx.errors import ZipError
-from zipfx.model.programs import dialect, program
-from zipfx.model.tensors import named_tensors
+from zipfx.model.callables import dialect, program
+from zipfx.model.tensors import inexact, named_tensors
 
 _BASE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -240,3 +240,33 @@ def _digest(value: Any) -> str:
     data = t.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     return f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} {digest}"
+
+
+def check_models(models: Any, *, on_meta: bool = False) -> None:
+    """At least two modules, with everything visible, on one device and in corresponding dtypes;
+    on_meta: they may have shapes only."""
+    if not isinstance(models, Sequence) or len(models) < 2:
+        count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
+        raise ZipError(f"pass a list of at least two models; got {count}")
+    for k, model in enumerate(models):
+        check_visible(model, f"model {k}", on_meta=on_meta)
+    _check_devices(models)
+
+
+def _check_devices(models: Sequence[nn.Module]) -> None:
+    """All parameters of all models lie on one device, and corresponding ones share a dtype."""
+    kinds = []
+    for model in models:
+        tensors = [*model.parameters(), *model.buffers()]
+        devices = sorted({str(t.device) for t in tensors})
+        dtypes = sorted({str(t.dtype) for t in tensors if inexact(t)})
+        kinds.append((devices, dtypes))
+    for k, kind in enumerate(kinds):
+        for what, ours, theirs in zip(("devices", "dtypes"), kinds[0], kind, strict=True):
+            if ours != theirs:
+                raise ZipError(
+                    f"the models have different {what}: model 0 {ours}, model {k} {theirs}; move "
+                    "them to one first (model.to(...))"
+                )
+        if len(kind[0]) > 1:
+            raise ZipError(f"model {k} is spread over devices {kind[0]}; move it to one first")

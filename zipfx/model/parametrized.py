@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from zipfx.errors import ZipError, first_line
+from zipfx.model.callables import without_addresses
 from zipfx.model.contents import CODE, attributes
-from zipfx.model.naming import without_addresses
 
 LIST = "parametrizations"  # torch's name for the child that holds them
 

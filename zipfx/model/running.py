@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.errors import ZipError, first_line
+from zipfx.model.copies import alias
 from zipfx.model.memory import storage_key
+from zipfx.model.tensors import clone_tensors, leaves, named_tensors
+from zipfx.modes import as_caller
 
 
 @contextmanager
@@ -123,3 +128,133 @@ def declared(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
+
+
+@contextmanager
+def decomposed(module: nn.Module | None) -> Iterator[None]:
+    """Switch off the fused paths, inside which no aten call can be seen, then restore them.
+
+    module: the one that is to run, if any; oneDNN and cuDNN are only off for recurrent layers.
+    """
+    mha: Any = torch.backends.mha
+    kernels: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    fast, enabled = mha.get_fastpath_enabled(), [kernel.enabled for kernel in kernels]
+    recurrent = module is not None and any(isinstance(m, nn.RNNBase) for m in module.modules())
+    try:
+        mha.set_fastpath_enabled(False)
+        for kernel in kernels if recurrent else ():
+            kernel.enabled = False
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        mha.set_fastpath_enabled(fast)
+        for kernel, value in zip(kernels, enabled, strict=True) if recurrent else ():
+            kernel.enabled = value
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """In eval mode inside; modes are restored."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+class Noting(fx.Interpreter):
+    """Notes in `found` what there is to see at the nodes of a graph that runs in eval mode; nothing
+    is written to."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(alias(module).eval(), graph=module.graph)
+        self.found: dict[Any, Any] = {}
+
+    def noted(self, inputs: Sequence[Any]) -> dict[Any, Any]:
+        """What was found on these inputs, one for each placeholder."""
+        own = (*self.module.parameters(), *self.module.buffers())
+        with untouched(own), torch.no_grad(), as_caller():
+            self.run(*clone_tensors(tuple(inputs)))
+        return self.found
+
+
+def state_of(
+    module: fx.GraphModule, inputs: Sequence[Any], what: str = "the merged model fails"
+) -> State:
+    """What forward writes to in eval mode, going by a run on these inputs; all is as before.
+
+    Raises:
+        ZipError: it fails on them; the message begins with `what`.
+    """
+    twin = alias(module).eval()  # whose tensors count their own writes
+    tensors = dict(zip(named_tensors(twin).values(), named_tensors(module).values(), strict=True))
+    guard = Guard(tensors)
+    try:
+        with torch.no_grad(), guard, as_caller():
+            fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(tuple(inputs)))
+    except Exception as error:
+        hint = other_dtype(module, inputs)
+        raise ZipError(f"{what}: {first_line(error)}. Pass {hint}") from error
+    finally:
+        guard.restore()
+    return State(tensors[t] for t in guard.written)
+
+
+def other_dtype(module: nn.Module, inputs: Any) -> str:
+    """What to pass where a model fails: of other dtypes than its weights, where these differ."""
+    floats = {t.dtype for t in module.parameters() if t.is_floating_point()}
+    given = [t for t in leaves(inputs) if isinstance(t, Tensor)]
+    odd = [t.dtype for t in given if t.dtype == torch.uint8 or t.is_floating_point()]
+    if floats and odd and not floats & set(odd):
+        ours, theirs = (str(d).removeprefix("torch.") for d in (min(floats, key=str), odd[0]))
+        return (
+            f"inputs of the dtype of the weights, {ours}: these are {theirs} (for instance "
+            f"batch_to_args=lambda batch: batch.to(torch.{ours}), scaled as in training)"
+        )
+    return "inputs that the model itself accepts"
+
+
+class _Shapes(Noting):
+    """Notes the shapes of all tensors that nodes compute, but for complex numbers."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and not value.is_complex():
+            self.found[n] = value.shape
+        return value
+
+
+def shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
+    """Of all tensors that the nodes of a graph compute in eval mode (complex ones are none that a
+    layer could aim at); nothing is written to."""
+    return _Shapes(module).noted(inputs)
+
+
+class Wide(TorchDispatchMode):
+    """What asks for a dtype of real numbers gets this one (of complex ones, that of its pairs):
+    where all weights are float64, another would not fit them."""
+
+    def __init__(self, dtype: torch.dtype | None = torch.float64) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if self.dtype is not None and dtype is not None and func is not torch.ops.aten.view.dtype:
+            if dtype.is_floating_point:
+                kwargs["dtype"] = self.dtype
+            elif dtype.is_complex:
+                kwargs["dtype"] = self.dtype.to_complex()
+        result = func(*args, **kwargs)
+        odd = isinstance(result, Tensor) and result.is_floating_point()
+        if self.dtype is None or not odd or result.dtype == self.dtype:
+            return result
+        if any(isinstance(a, Tensor) for a in leaves((args, kwargs))):
+            return result
+        return result.to(self.dtype)  # of the default dtype, as nothing else was asked for

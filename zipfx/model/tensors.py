@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -96,3 +96,51 @@ def is_batch_norm(module: nn.Module) -> bool:
         and module.track_running_stats
         and isinstance(module.running_mean, torch.Tensor)
     )
+
+
+def inexact(t: Tensor) -> bool:
+    """Whether a tensor holds numbers that can be averaged: real or complex, no integers."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def widened(t: Tensor) -> Tensor:
+    """In float64, or in complex128; integers stay as they are.
+
+    >>> widened(torch.ones(2, dtype=torch.complex64)).dtype, widened(torch.ones(2)).dtype
+    (torch.complex128, torch.float64)
+    """
+    if not inexact(t):
+        return t
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def as_real(t: Tensor) -> Tensor:
+    """Complex numbers as pairs, along a further dimension at the end; real ones as they are."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def batch_size(arguments: Any) -> int | None:
+    """The first dimension that all tensors have in common; None if they have none. Numbers, and
+    tensors that are the same for all samples (of length 1), do not count.
+
+    >>> batch_size(((torch.zeros(8, 3), torch.tensor(0.5)), {"position": torch.zeros(1, 3)}))
+    8
+    """
+    sizes = {len(t) for t in leaves(arguments) if isinstance(t, Tensor) and t.ndim}
+    sizes = sizes - {1} or sizes
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def first_samples(arguments: Any, n: int) -> Any:
+    """The first n samples of a batch (all of it, if its tensors share no first dimension)."""
+    if batch_size(arguments) is None:
+        return arguments
+
+    def cut(t: Tensor) -> Tensor:
+        if not t.ndim:
+            return t
+        if t.layout == torch.strided:
+            return t[:n]
+        return t.index_select(0, torch.arange(n, device=t.device))
+
+    return map_tensors(cut, arguments)

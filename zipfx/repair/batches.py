@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
 from zipfx.model.calls import in_order
-from zipfx.model.copies import alias
 from zipfx.model.memory import storage_key
-from zipfx.model.running import Guard, State, untouched
-from zipfx.model.tensors import clone_tensors, leaves, named_tensors
+from zipfx.model.running import State
+from zipfx.model.tensors import batch_size, clone_tensors, leaves
 from zipfx.modes import as_caller
-from zipfx.observe.data import Calibration, batch_size
+from zipfx.observe.data import Calibration
 
 
 class Line:
@@ -199,84 +197,3 @@ def positional(
         return in_order(forward, args, kwargs)[0]
     except TypeError as error:
         raise ZipError(f"a calibration batch does not fit the model's forward: {error}") from error
-
-
-@contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """In eval mode inside; modes are restored."""
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-
-
-class Noting(fx.Interpreter):
-    """Notes in `found` what there is to see at the nodes of a graph that runs in eval mode; nothing
-    is written to."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(alias(module).eval(), graph=module.graph)
-        self.found: dict[Any, Any] = {}
-
-    def noted(self, inputs: Sequence[Any]) -> dict[Any, Any]:
-        """What was found on these inputs, one for each placeholder."""
-        own = (*self.module.parameters(), *self.module.buffers())
-        with untouched(own), torch.no_grad(), as_caller():
-            self.run(*clone_tensors(tuple(inputs)))
-        return self.found
-
-
-def state_of(
-    module: fx.GraphModule, inputs: Sequence[Any], what: str = "the merged model fails"
-) -> State:
-    """What forward writes to in eval mode, going by a run on these inputs; all is as before.
-
-    Raises:
-        ZipError: it fails on them; the message begins with `what`.
-    """
-    twin = alias(module).eval()  # whose tensors count their own writes
-    tensors = dict(zip(named_tensors(twin).values(), named_tensors(module).values(), strict=True))
-    guard = Guard(tensors)
-    try:
-        with torch.no_grad(), guard, as_caller():
-            fx.Interpreter(twin, graph=module.graph).run(*clone_tensors(tuple(inputs)))
-    except Exception as error:
-        hint = other_dtype(module, inputs)
-        raise ZipError(f"{what}: {first_line(error)}. Pass {hint}") from error
-    finally:
-        guard.restore()
-    return State(tensors[t] for t in guard.written)
-
-
-def other_dtype(module: nn.Module, inputs: Any) -> str:
-    """What to pass where a model fails: of other dtypes than its weights, where these differ."""
-    floats = {t.dtype for t in module.parameters() if t.is_floating_point()}
-    given = [t for t in leaves(inputs) if isinstance(t, Tensor)]
-    odd = [t.dtype for t in given if t.dtype == torch.uint8 or t.is_floating_point()]
-    if floats and odd and not floats & set(odd):
-        ours, theirs = (str(d).removeprefix("torch.") for d in (min(floats, key=str), odd[0]))
-        return (
-            f"inputs of the dtype of the weights, {ours}: these are {theirs} (for instance "
-            f"batch_to_args=lambda batch: batch.to(torch.{ours}), scaled as in training)"
-        )
-    return "inputs that the model itself accepts"
-
-
-class _Shapes(Noting):
-    """Notes the shapes of all tensors that nodes compute, but for complex numbers."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and not value.is_complex():
-            self.found[n] = value.shape
-        return value
-
-
-def shapes(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
-    """Of all tensors that the nodes of a graph compute in eval mode (complex ones are none that a
-    layer could aim at); nothing is written to."""
-    return _Shapes(module).noted(inputs)

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
-from zipfx.model.running import State
+from zipfx.model.running import State, evaluating
 from zipfx.observe.data import Calibration
 from zipfx.observe.moments import Moments
-from zipfx.repair.batches import Batch, Line, Room, Run, evaluating, gathered
+from zipfx.repair.batches import Batch, Line, Room, Run, gathered
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
 from zipfx.repair.targets import RefitStep

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from zipfx.analysis.labels.labels import overlapping
-from zipfx.analysis.spaces.space_map import Role
+from zipfx.analysis.spaces.values import Role
 from zipfx.match.axis_maps import made_matrix
 from zipfx.match.matchers.matching import LinearMerge, Merge
 from zipfx.merge.assemble import Assembly
@@ -30,13 +30,11 @@ from zipfx.merge.computed import Limit
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.memory import span
-from zipfx.model.tensors import is_batch_norm
-from zipfx.observe.data import first_samples
-from zipfx.repair.batches import shapes
+from zipfx.model.running import shapes
+from zipfx.model.tensors import first_samples, is_batch_norm
 from zipfx.repair.layers import Layer, layer_of
 from zipfx.repair.unfold.unfold import PART_KEY, title
-from zipfx.trace.align.correspond import tensors_at
-from zipfx.trace.symbolic import is_in_place
+from zipfx.trace.nodes import is_in_place, tensors_at
 from zipfx.trace.tidy import only_looked_at
 
 _ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch import nn
 
 from zipfx.analysis.analysis import Analysis
-from zipfx.analysis.spaces.space_map import Space
+from zipfx.analysis.spaces.values import Space
 from zipfx.match.spaces import comparable
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.model.calls import Argument
-from zipfx.trace.symbolic import Tracer, is_in_place, is_tracing_code, name_of
+from zipfx.trace.nodes import is_in_place, name_of
+from zipfx.trace.symbolic import Tracer, is_tracing_code
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
 FACTORIES = """

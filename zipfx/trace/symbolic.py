@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ OPENED: tuple[type[nn.Module], ...] = (
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
-_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _TRACING = (
     "torch/fx/",
     "torch/nn/modules/module.py",
@@ -38,16 +36,6 @@ _TRACING = (
 def is_tracing_code(filename: str) -> bool:
     """Whether a source file belongs to the tracing itself, not to the model."""
     return any(part in filename.replace("\\", "/") for part in _TRACING)
-
-
-def name_of(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
-
-
-def is_in_place(target: Any) -> bool:
-    """Whether a function or a method writes to its first argument, going by its name."""
-    name = name_of(target)
-    return target in _WRITES or (name.endswith("_") and name[-2:-1] != "_")
 
 
 @contextmanager

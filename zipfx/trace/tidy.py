@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
 
 from zipfx.model.calls import Expectation, expect_absent, expect_equal, expect_given
-from zipfx.trace.symbolic import is_in_place
-
-
-def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node reads."""
-    return node.all_input_nodes
-
-
-def ancestors(
-    nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Sequence[fx.Node]] = inputs_of
-) -> list[fx.Node]:
-    """All that some nodes depend on, each once; inputs: which nodes a node depends on directly.
-
-    >>> graph = fx.symbolic_trace(lambda x, y: (x + 1).relu() * y).graph
-    >>> [node.name for node in ancestors([node for node in graph.nodes if node.name == "relu"])]
-    ['add', 'x']
-    """
-    found: dict[fx.Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        new = [n for n in inputs(stack.pop()) if n not in found]
-        found |= dict.fromkeys(new)
-        stack += new
-    return list(found)
+from zipfx.trace.nodes import ancestors, is_in_place
 
 
 def written_in_place(graph: fx.Graph) -> set[str]:

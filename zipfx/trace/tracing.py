@@ -16,20 +16,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zipfx.analysis.labels.inside import decomposed
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls import (
-    Argument,
-    Expectation,
-    call,
-    expect_given,
-    in_order,
-    spelled,
-)
+from zipfx.model.calls import Argument, Expectation, call, expect_given, in_order, spelled
 from zipfx.model.copies import alias, structural_copy, views
 from zipfx.model.graph_module import HIDDEN, GraphModule, check_names, hidden_names, plain
 from zipfx.model.parametrized import fold
-from zipfx.model.running import untouched
+from zipfx.model.running import decomposed, untouched
 from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller
 from zipfx.trace.by_example import ExampleTracer

@@ -20,7 +20,7 @@ from zipfx.model.graph_module import (
 )
 from zipfx.model.memory import is_dense, partners, span
 from zipfx.model.tensors import named_tensors
-from zipfx.trace.align.correspond import tensors_at
+from zipfx.trace.nodes import tensors_at
 
 ValueOf = Callable[[str, Tensor], Tensor]  # the value to store for a tensor of that name
 

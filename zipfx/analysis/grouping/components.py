@@ -12,7 +12,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.labels import Hashes, Ints, hash64
+from zipfx.hashing import Hashes, Ints, hash64
 
 Flags = npt.NDArray[np.bool_]
 

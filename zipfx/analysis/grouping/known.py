@@ -9,7 +9,7 @@ import numpy as np
 
 from zipfx.analysis.grouping.components import Flags, components
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.analysis.labels.labels import Hashes, Ints, hash64
+from zipfx.hashing import Hashes, Ints, hash64
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zipfx.analysis.grouping.classes import Grouping
-from zipfx.analysis.interpret import Facts
-from zipfx.analysis.labels.labels import Ints, Kind, overlapping
-from zipfx.analysis.spaces.space_map import Place
+from zipfx.analysis.grouping.grouping import Grouping
+from zipfx.analysis.labels.facts import Facts
+from zipfx.analysis.labels.labels import Kind, overlapping
+from zipfx.analysis.spaces.values import Place
+from zipfx.hashing import Ints
 
 
 def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, list[Place]]:

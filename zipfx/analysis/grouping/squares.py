@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from zipfx.analysis.labels.labels import Hashes, Ints
+from zipfx.hashing import Hashes, Ints
 
 Flags = npt.NDArray[np.bool_]
 

@@ -8,18 +8,17 @@ holds for every batch size and sequence length; in a loop over time it is reache
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError
+from zipfx.model.running import decomposed
 
 #: number of the tensor among those of the node, and the window into it (size and stride of every
 #: dimension that is longer than 1, offset in bytes)
@@ -82,28 +81,6 @@ def meetings(op: Any, operands: Sequence[Tensor]) -> list[Meeting]:
         return [Meeting(b, a, 1 - a.ndim)]
     rows = -2 if name.endswith("mm") else -1
     return [Meeting(b, a, -1), Meeting(a, b, rows)]
-
-
-@contextmanager
-def decomposed(module: nn.Module | None) -> Iterator[None]:
-    """Switch off the fused paths, inside which no aten call can be seen, then restore them.
-
-    module: the one that is to run, if any; oneDNN and cuDNN are only off for recurrent layers.
-    """
-    mha: Any = torch.backends.mha
-    kernels: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
-    fast, enabled = mha.get_fastpath_enabled(), [kernel.enabled for kernel in kernels]
-    recurrent = module is not None and any(isinstance(m, nn.RNNBase) for m in module.modules())
-    try:
-        mha.set_fastpath_enabled(False)
-        for kernel in kernels if recurrent else ():
-            kernel.enabled = False
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        mha.set_fastpath_enabled(fast)
-        for kernel, value in zip(kernels, enabled, strict=True) if recurrent else ():
-            kernel.enabled = value
 
 
 class _Listen(TorchDispatchMode):

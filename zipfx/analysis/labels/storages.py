@@ -18,18 +18,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zipfx.analysis.labels.labels import (
-    Kind,
-    Labels,
-    as_fixed,
-    by_value,
-    hash64,
-    narrow,
-    place,
-    position,
-)
+from zipfx.analysis.labels.labels import Kind, Labels, by_value, narrow, place, position
+from zipfx.hashing import as_fixed, hash64
 from zipfx.model.memory import storage_key
-from zipfx.precision import as_real
+from zipfx.model.tensors import as_real
 
 #: size, strides and offset of the elements, bytes of one, and whether they are complex numbers
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int, bool]

@@ -139,3 +139,13 @@ def pinned_along(ledger: Ledger, x: Labels, dims: Collection[int], reason: str) 
     ledger.pin([s for s, rest in slots if rest is None], reason)
     features = tuple(rest for _, rest in slots if rest is not None)
     return replace(x, features=features, fixed=beyond(x.fixed, dims))
+
+
+def opaque(call: Call) -> None:
+    """What is not understood pins everything it touches."""
+    name, where = call.op.name(), call.ledger.where
+    why = f"{name} is not understood ({where})"
+    if any(isinstance(t, Tensor) for t in tree_leaves(call.result)) or call.op._schema.is_mutable:
+        why += "; teach it with zipfx.register_rule, see docs/analysis.md"
+    for t in call.tensors():
+        call.ledger.pin(call.of(t).features, why)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.analysis.labels.constraints import Contraction, Ledger
+from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
@@ -18,6 +18,7 @@ from zipfx.analysis.labels.labels import (
     project,
     support,
 )
+from zipfx.analysis.labels.records import Contraction
 from zipfx.analysis.rules.call import Call, aten, carried, first, rule
 from zipfx.analysis.rules.pointwise import join, meet, not_elementwise, reduce
 

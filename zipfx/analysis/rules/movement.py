@@ -15,11 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
-    as_fixed,
     beyond,
     broadcast,
     by_value,
-    hash64,
     narrow,
     place,
     placed,
@@ -28,6 +26,7 @@ from zipfx.analysis.labels.labels import (
 )
 from zipfx.analysis.rules.call import Call, aten, carried, first, pinned_along, rule
 from zipfx.analysis.rules.pointwise import join
+from zipfx.hashing import as_fixed, hash64
 
 
 def movement(call: Call) -> Labels:

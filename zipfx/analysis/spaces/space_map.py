@@ -4,138 +4,20 @@ from __future__ import annotations
 
 import copy
 import difflib
-import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zipfx.analysis.labels.inside import Address
+from zipfx.analysis.spaces.reorder import axis_moves, moved
+from zipfx.analysis.spaces.values import NodeInfo, Pinned, Role, Space
 from zipfx.checks import module, whole
 from zipfx.errors import UnknownNameError, ZipError
 from zipfx.modes import own_modes
 from zipfx.text import summary, table
 from zipfx.values import ByValue
-
-
-class Role(str, enum.Enum):
-    """How a parameter axis belongs to a space: it makes, reads, or accompanies the features."""
-
-    PRODUCES = "produces"
-    CONSUMES = "consumes"
-    ELEMENTWISE = "elementwise"
-
-
-@dataclass(frozen=True, eq=False)
-class Axis(ByValue):
-    """Where the features of a space lie on one dimension of one parameter.
-
-    index: (size, occurrences) int64; row j lists the indices that carry feature j, in an order
-    that is the same for all features (a flatten of C x H x W gives H * W occurrences).
-
-    A grouped convolution reads other features with every part of its rows. There, with `by` the
-    dimension of the rows and `parts` their number, the index part * (length of dim) + i stands for
-    index i in that part of the rows. implied: nothing
-    to do, as the features lie on `dim` as a whole too.
-    """
-
-    parameter: str
-    dim: int
-    role: Role
-    index: Tensor
-    by: int = -1
-    parts: int = 1
-    implied: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Place(ByValue):
-    """A node of the traced graph whose result carries the features of a space, or an address
-    (`inner`) inside a node at which they are met.
-
-    index: (size, occurrences) int64, as in `Axis`, along the dimensions `dims` of the result,
-    flattened in this order; read: whether a weight (or a head) reads the features here; blurred:
-    dimensions along which features of other spaces lie; source: whether the values of the last read
-    were made here, before their activation; own: of a space of blocks: whether the
-    values are those of the blocks themselves (attention scores), not those of the features inside;
-    mixed: whether the occurrences are features of another space, in any order (what all heads scale
-    alike), or only some of another lie here; sizes: of the result along `dims`, on the example
-    inputs; inner: an address inside the node; after: a later node that finishes the value in place;
-    also: (dims, index) of where else in the value they lie (the rows and the columns of a matrix);
-    chosen: whether its rows are others in every model (sent there by what the model has computed),
-    so that features can not be compared here.
-    """
-
-    node: str
-    dims: tuple[int, ...]
-    index: Tensor
-    read: bool
-    blurred: tuple[int, ...] = ()
-    source: bool = False
-    own: bool = True
-    mixed: bool = False
-    sizes: tuple[int, ...] = ()
-    inner: Address | None = None
-    after: str | None = None
-    also: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
-    chosen: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Block(ByValue):
-    """The blocks of the space named `space`: row i of index (blocks, n) int64 lists the features
-    that move with block i, in an order that is the same for all blocks."""
-
-    space: str
-    index: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Space(ByValue):
-    """A feature space: `size` features that are exchangeable with one another.
-
-    blocks: sizes of the runs of features inside which they may be exchanged (the heads of an
-    attention layer, the groups of a convolution); () for no limit. within: the spaces of those
-    blocks, outermost first. of_blocks: the features are such blocks, matched one to one. tied: a
-    parameter both makes and reads these features (a tied embedding), or they are multiplied with
-    one another and summed (queries and keys), so that only matchings with one feature of each model
-    in each group keep it exact.
-    """
-
-    name: str
-    size: int
-    axes: tuple[Axis, ...]
-    places: tuple[Place, ...] = ()
-    tied: bool = False
-    blocks: tuple[int, ...] = ()
-    within: tuple[Block, ...] = ()
-    of_blocks: bool = False
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """Features that stay where they are: `count` indices of a parameter axis, and the reason."""
-
-    parameter: str
-    dim: int
-    count: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """A node of the traced graph through which data runs.
-
-    label: what it does, such as "Conv2d layer1.0.conv1" or "add"; module: qualified name of the
-    innermost module it lies in ("": the model itself); inputs: names of the nodes it reads.
-    """
-
-    name: str
-    label: str
-    module: str
-    inputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +132,8 @@ class SpaceMap(ByValue):
         Raises:
             ZipError: another ending, neither is installed, or the map has no nodes.
         """
-        from zipfx.analysis.spaces.picture import Box, draw  # needed by nothing else
+        from zipfx.analysis.spaces.layout import Box
+        from zipfx.analysis.spaces.picture import draw
 
         if not self.nodes:
             raise ZipError("this map knows no graph: draw a map that zipfx.analyze has made")
@@ -279,92 +162,6 @@ class SpaceMap(ByValue):
             f"{len(self.spaces)} spaces, {sum(s.size for s in self.spaces):,} features; "
             f"{fixed} of {axes} parameter axes ({share}) pinned as a whole, {part} in part"
         )
-
-
-#: the axes of one parameter that are permuted together, each with the new order of its features
-Moves = list[list[tuple[Axis, Tensor]]]
-
-
-def axis_moves(spaces: Sequence[Space], orders: Mapping[str, Tensor]) -> dict[str, Moves]:
-    """What moves on each parameter when feature orders[name][j] of each space goes to position j;
-    rows before what lies in their parts."""
-    for space in spaces:
-        _check_order(space, orders[space.name])
-    found: dict[str, dict[tuple[int, int], list[tuple[Axis, Tensor]]]] = {}
-    for space in spaces:
-        for axis in space.axes:
-            if not axis.implied:
-                mine = found.setdefault(axis.parameter, {}).setdefault((axis.parts, axis.dim), [])
-                mine.append((axis, orders[space.name]))
-    return {name: [mine[key] for key in sorted(mine)] for name, mine in found.items()}
-
-
-def moved(t: Tensor, moves: Moves) -> Tensor:
-    """A parameter with its features in their new order."""
-    for together in moves:
-        dim, by, parts = together[0][0].dim, together[0][0].by, together[0][0].parts
-        source = torch.arange(t.shape[dim] * parts)
-        for axis, order in together:
-            step = torch.arange(len(source))
-            step[axis.index.flatten()] = axis.index[order].flatten()
-            source = source[step]
-        if by < 0:
-            t = t.index_select(dim, source.to(t.device))
-        else:
-            t = t.gather(dim, by_rows(source % t.shape[dim], dim, by, parts, t.shape).to(t.device))
-    return t
-
-
-def _check_order(space: Space, order: object) -> None:
-    if not isinstance(order, Tensor) or order.ndim != 1 or order.dtype != torch.int64:
-        raise ZipError(
-            f"the order of space {space.name!r} is a {type(order).__name__}: it must be a tensor "
-            f"({space.size},) of int64"
-        )
-    if sorted(order.tolist()) != list(range(space.size)):
-        raise ZipError(
-            f"space {space.name!r} has {space.size} features; the permutation given for it is no "
-            f"permutation of 0..{space.size - 1} (shape {tuple(order.shape)})"
-        )
-    if space.blocks:
-        block = torch.arange(len(space.blocks)).repeat_interleave(torch.tensor(space.blocks))
-        if not torch.equal(block[order], block):
-            raise ZipError(
-                f"space {space.name!r} has blocks of {space.blocks} features; the permutation "
-                "given for it moves features from one block to another (whole blocks are a space "
-                f"of their own: {[b.space for b in space.within]})"
-            )
-
-
-def by_rows(values: Tensor, dim: int, by: int, parts: int, shape: Sequence[int]) -> Tensor:
-    """One value (parts * length,) for every index of `dim` in every part of the rows (dimension
-    `by`), expanded to the shape of the parameter."""
-    found = values.reshape(parts, shape[dim]).repeat_interleave(shape[by] // parts, 0)
-    found = found if by < dim else found.T
-    return found.reshape([n if d in (by, dim) else 1 for d, n in enumerate(shape)]).expand(
-        tuple(shape)
-    )
-
-
-# these are part of merges, so they are written in what of Python torch.jit.script knows
-def select(x: Tensor, dims: list[int], index: Tensor) -> Tensor:
-    """`index_select` along several dimensions taken as one, flattened in this order."""
-    last = list(range(-len(dims), 0))
-    moved = x.movedim(dims, last)
-    found = moved.flatten(-len(dims)).index_select(-1, index)
-    return found.reshape(moved.shape).movedim(last, dims)
-
-
-def mix(x: Tensor, dims: list[int], matrix: Tensor) -> Tensor:
-    """Multiply by a matrix (n, d) along several dimensions taken as one, flattened in this order.
-
-    >>> mix(torch.tensor([[1.0, 2.0]]), [1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
-    tensor([[2., 3.]])
-    """
-    last = list(range(-len(dims), 0))
-    moved = x.movedim(dims, last)
-    found = moved.flatten(-len(dims)) @ matrix.to(x.dtype).T
-    return found.reshape(moved.shape).movedim(last, dims)
 
 
 # ------------------------------------------------------------------ as text

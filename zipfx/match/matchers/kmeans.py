@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zipfx.checks import whole
 from zipfx.match.matchers.matching import Matching
-from zipfx.match.matchers.permute import one_to_one
+from zipfx.match.matchers.one_to_one import one_to_one
 from zipfx.match.matchers.protocol import Options, check_merged
 from zipfx.observe.statistics import Statistics
 

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from zipfx.errors import ZipError
 from zipfx.match.matchers.greedy import join_one_by_one
 from zipfx.match.matchers.matching import Matching
-from zipfx.match.matchers.permute import one_to_one
+from zipfx.match.matchers.one_to_one import one_to_one
 from zipfx.match.matchers.protocol import Ints, Options, check_merged
 from zipfx.observe.statistics import Statistics
 

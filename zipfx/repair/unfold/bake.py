@@ -19,12 +19,10 @@ from torch import Tensor, fx, nn
 from zipfx.merge.module import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
-from zipfx.observe.data import fixed_randomness
-from zipfx.repair.batches import Noting
+from zipfx.model.running import Noting
+from zipfx.modes import fixed_randomness
 from zipfx.repair.unfold.unfold import TITLE_KEY, reads_as_weight, with_graph
-from zipfx.trace.align.correspond import module_paths
-from zipfx.trace.symbolic import is_in_place
-from zipfx.trace.tidy import ancestors
+from zipfx.trace.nodes import ancestors, is_in_place, module_paths
 
 
 @dataclass(frozen=True, eq=False)

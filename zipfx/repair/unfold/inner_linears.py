@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.model.graph_module import attribute
+from zipfx.model.running import Noting
 from zipfx.model.tensors import clone_tensors, close, leaves
-from zipfx.repair.batches import Noting
 
 #: names of the arguments of a function that are the weight and the bias of a layer; None: it has
 #: none, or one that is no parameter as it is, and that the function adds as before

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from zipfx.errors import ZipError, first_line
 from zipfx.merge.computed import computed, put_back_as_saved
 from zipfx.merge.module import MergedModule, homes
+from zipfx.model.contents import check_models
 from zipfx.model.parametrized import how_computed
-from zipfx.modes import own_modes
-from zipfx.observe.data import fixed_randomness
+from zipfx.modes import fixed_randomness, own_modes
 from zipfx.report.files.made import MADE, as_made, check_as_made, extra_texts
 from zipfx.report.files.rebuild import rebuilt
 from zipfx.report.files.recipe import Recipe
@@ -32,7 +32,6 @@ from zipfx.report.format.as_json import parsed, read, written
 from zipfx.report.format.container import LONGEST, contents, library, unsigned, write
 from zipfx.report.format.disk import replacing, text_path
 from zipfx.report.report import Report
-from zipfx.trace.align.correspond import check_models
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
 VERSION = 2

@@ -16,9 +16,9 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
 from zipfx.merge.module import HEADS
+from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
-from zipfx.model.naming import name_of_callable
 from zipfx.report.files.recipe import GraphStep, Recipe, patched, recipe_of
 from zipfx.report.files.stored import kind, named, tied
 from zipfx.trace.tree import own_tensors

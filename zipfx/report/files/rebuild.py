@@ -29,7 +29,7 @@ from zipfx.merge.module import (
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.report.files.recipe import OWN, GraphStep, Recipe, reads_of
-from zipfx.trace.tidy import ancestors
+from zipfx.trace.nodes import ancestors
 from zipfx.trace.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of

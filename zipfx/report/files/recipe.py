@@ -19,21 +19,13 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.errors import ZipError
-from zipfx.merge.module import (
-    BAKED,
-    BAKED_KEY,
-    HEAD_KEY,
-    HEADS,
-    INSERTED,
-    SOURCE_KEY,
-    Part,
-)
+from zipfx.merge.module import BAKED, BAKED_KEY, HEAD_KEY, HEADS, INSERTED, SOURCE_KEY, Part
+from zipfx.model.callables import name_of_callable, without_addresses
 from zipfx.model.calls import EXPECTATIONS
 from zipfx.model.contents import attributes, code_of
 from zipfx.model.graph_module import NAMED, attribute, plain
-from zipfx.model.naming import name_of_callable, without_addresses
 from zipfx.model.parametrized import is_computing, plain_class, tensor_of
-from zipfx.trace.symbolic import name_of
+from zipfx.trace.nodes import name_of
 
 OWN = re.compile(r"unmerge_[0-9]+")  # buffers that heads have and models do not
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError
-from zipfx.observe.data import example_arguments, example_batch
+from zipfx.observe.examples import example_arguments, example_batch
 from zipfx.report.files.recipe import Recipe, misfit
 from zipfx.report.files.stand_ins import Traced, drawn
 from zipfx.report.files.stored import named

@@ -16,16 +16,13 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.interpret import describe
-from zipfx.analysis.labels.inside import decomposed
-from zipfx.analysis.verify import Wide
 from zipfx.errors import ZipError
 from zipfx.model.graph_module import NAMED, GraphModule, plain
-from zipfx.model.running import untouched
-from zipfx.model.tensors import clone_tensors, leaves, map_tensors, named_tensors
+from zipfx.model.running import Wide, decomposed, untouched
+from zipfx.model.tensors import clone_tensors, inexact, leaves, map_tensors, named_tensors, widened
 from zipfx.modes import as_caller
-from zipfx.precision import inexact, widened
 from zipfx.trace.align.numbering import Numbers, Use
+from zipfx.trace.nodes import describe
 from zipfx.trace.tracing import EXPECTS, NOTES, SETS
 from zipfx.trace.tree import Tree, plant, plant_unused
 

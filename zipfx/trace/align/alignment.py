@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.analysis.interpret import describe
 from zipfx.errors import ZipError
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.trace.align.adopt import Differs, Work, adopted
-from zipfx.trace.align.correspond import differing, last_node, mismatch, module_paths
+from zipfx.trace.align.correspond import differing, mismatch
 from zipfx.trace.align.likeness import ambiguous, likened
 from zipfx.trace.align.numbering import Numbers, number
+from zipfx.trace.cut import last_node
+from zipfx.trace.nodes import describe, module_paths
 
 
 @dataclass(frozen=True)

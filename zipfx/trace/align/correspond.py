@@ -5,134 +5,20 @@ Names may differ between models; order, operations, settings and shapes may not.
 
 from __future__ import annotations
 
-import difflib
-import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.analysis.interpret import describe
-from zipfx.analysis.spaces.space_map import Space
 from zipfx.errors import ZipError, first_line
-from zipfx.model.contents import attributes, check_visible
+from zipfx.model.contents import attributes
 from zipfx.model.copies import alias
-from zipfx.model.graph_module import NAMED, attribute, plain
+from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.running import untouched
-from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
+from zipfx.model.tensors import clone_tensors, constant_names, inexact, leaves, named_tensors
 from zipfx.modes import as_caller
-from zipfx.precision import inexact
-
-
-def module_paths(node: fx.Node) -> list[str]:
-    """Qualified names of the modules a traced node lies in, outermost first."""
-    return [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
-
-
-def last_node(module: fx.GraphModule, partial: str | None) -> int:
-    """Index of the last node of the module named `partial` (None: of the whole graph); of a
-    container that is not called itself, of what is in it.
-
-    Raises:
-        ZipError: no such module, or it is not used; names that are near in the graph are suggested.
-    """
-    nodes = list(module.graph.nodes)
-    if partial is None:
-        return len(nodes) - 1
-    inside = [
-        i
-        for i, node in enumerate(nodes)
-        if any(p == partial or p.startswith(f"{partial}.") for p in module_paths(node))
-    ]
-    if inside and partial:
-        return inside[-1]
-    known = list(dict.fromkeys(p for node in nodes for p in module_paths(node) if p))
-    raise ZipError(f"partial={partial!r} {_not_a_cut(module, partial, known)}")
-
-
-def first_name(module: fx.GraphModule, path: str) -> str:
-    """The name by which the graph knows a module that may have several, or the path itself."""
-    known = {p for node in module.graph.nodes for p in module_paths(node)}
-    if not any(p == path or p.startswith(f"{path}.") for p in known):
-        every: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-        for name in (name for name, m in every.items() if m is every.get(path)):
-            if any(p == name or p.startswith(f"{name}.") for p in known):
-                return name
-    return path
-
-
-def _not_a_cut(module: fx.GraphModule, partial: str, known: Sequence[str]) -> str:
-    """Why a name is none of a module that runs, and which ones are near it."""
-    leaves = [plain(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
-    around = [leaf for leaf in leaves if partial.startswith(f"{leaf}.")]
-    if around:
-        kind = type(module.get_submodule(around[-1])).__name__
-        return f"lies inside {around[-1]!r}, a {kind} that is one node of the graph: choose that"
-    parts = partial.split(".")
-    prefixes = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
-    near = next(found for p in prefixes if (found := _children(known, p)))
-    ranked = difflib.get_close_matches(partial, near, n=3, cutoff=0) or near[-3:]
-    there = partial in dict(module.named_modules(remove_duplicate=False))
-    what = "is a module that the model does not run" if there else "names no module"
-    return f"{what}; near it in the graph are {sorted(ranked, key=near.index)}"
-
-
-def _children(known: Sequence[str], prefix: str) -> list[str]:
-    """The modules right inside one that run, in the order of the graph."""
-    depth = prefix.count(".") + 2 if prefix else 1
-    inside = (p for p in known if not prefix or p.startswith(f"{prefix}."))
-    return list(dict.fromkeys(".".join(p.split(".")[:depth]) for p in inside))
-
-
-def unpacked(modules: Sequence[fx.GraphModule], last: int, tuples: Collection[int]) -> int:
-    """The last node of the trunk, once it has taken apart the tuples it made (nn.LSTM's result).
-
-    tuples: indices of the nodes whose result is no tensor; all models must take the same items.
-    """
-    graphs = [list(m.graph.nodes) for m in modules]
-    at = [{node: i for i, node in enumerate(nodes)} for nodes in graphs]
-    while last + 1 < min(map(len, graphs)):
-        nodes = [nodes[last + 1] for nodes in graphs]
-        if any(
-            n.target is not operator.getitem or not isinstance(n.args[0], fx.Node) for n in nodes
-        ):
-            break
-        items = [(at[k][n.args[0]], str(n.args[1])) for k, n in enumerate(nodes)]
-        if len(set(items)) > 1 or items[0][0] not in tuples:
-            break
-        last += 1
-    return last
-
-
-def check_models(models: Any, *, on_meta: bool = False) -> None:
-    """At least two modules, with everything visible, on one device and in corresponding dtypes;
-    on_meta: they may have shapes only."""
-    if not isinstance(models, Sequence) or len(models) < 2:
-        count = len(models) if isinstance(models, Sequence) else f"a {type(models).__name__}"
-        raise ZipError(f"pass a list of at least two models; got {count}")
-    for k, model in enumerate(models):
-        check_visible(model, f"model {k}", on_meta=on_meta)
-    _check_devices(models)
-
-
-def _check_devices(models: Sequence[nn.Module]) -> None:
-    """All parameters of all models lie on one device, and corresponding ones share a dtype."""
-    kinds = []
-    for model in models:
-        tensors = [*model.parameters(), *model.buffers()]
-        devices = sorted({str(t.device) for t in tensors})
-        dtypes = sorted({str(t.dtype) for t in tensors if inexact(t)})
-        kinds.append((devices, dtypes))
-    for k, kind in enumerate(kinds):
-        for what, ours, theirs in zip(("devices", "dtypes"), kinds[0], kind, strict=True):
-            if ours != theirs:
-                raise ZipError(
-                    f"the models have different {what}: model 0 {ours}, model {k} {theirs}; move "
-                    "them to one first (model.to(...))"
-                )
-        if len(kind[0]) > 1:
-            raise ZipError(f"model {k} is spread over devices {kind[0]}; move it to one first")
+from zipfx.trace.nodes import describe, tensors_at
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
@@ -178,17 +64,6 @@ def differing(a: fx.GraphModule, x: fx.Node, b: fx.GraphModule, y: fx.Node) -> s
 
 def _positions(module: fx.GraphModule) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(module.graph.nodes)}
-
-
-def tensors_at(module: fx.GraphModule, node: fx.Node) -> list[Tensor]:
-    """Parameters and buffers that a node owns: of its module, or the attribute it gets."""
-    if node.op == "call_module":
-        leaf = module.get_submodule(str(node.target))
-        return [t for _, t in (*leaf.named_parameters(), *leaf.named_buffers())]
-    if node.op == "get_attr":
-        value = attribute(module, str(node.target))
-        return [value] if isinstance(value, Tensor) else []
-    return []
 
 
 def _summary(module: fx.GraphModule, node: fx.Node, at: dict[fx.Node, int]) -> dict[str, Any]:
@@ -279,18 +154,6 @@ def counterparts(modules: Sequence[fx.GraphModule], last: int) -> dict[int, list
             if len(others) == len(states):
                 found.setdefault(id(t), others)
     return found
-
-
-def check_finite(parameters: Mapping[str, Sequence[Tensor]], spaces: Iterable[Space]) -> None:
-    """Check the parameters along which features lie, where no activations were looked at.
-
-    Args:
-        parameters: of all models, by name.
-    """
-    for name in sorted({axis.parameter for space in spaces for axis in space.axes}):
-        for k, t in enumerate(parameters.get(name, ())):
-            if not bool(t.isfinite().all()):
-                raise ZipError(f"parameter {name!r} of model {k} holds NaN or Inf")
 
 
 def check_outputs(modules: Sequence[fx.GraphModule], inputs: tuple[Any, ...]) -> None:

@@ -24,11 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.inside import decomposed
-from zipfx.analysis.labels.labels import Hashes, hash64
+from zipfx.hashing import Hashes, hash64
 from zipfx.model.copies import alias
 from zipfx.model.memory import storage_key
-from zipfx.model.running import Guard, declared
+from zipfx.model.running import Guard, declared, decomposed
 from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
 from zipfx.trace.align.spelling import (

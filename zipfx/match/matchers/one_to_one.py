@@ -6,12 +6,37 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.protocol import Ints, Options, check_one_to_one
 from zipfx.observe.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Feature i of every model becomes merged feature i, whatever the statistics say.
+
+    >>> eye = torch.eye(4, dtype=torch.float64)
+    >>> statistics = Statistics(9, torch.zeros(4, dtype=torch.float64), eye, sizes=(2, 2))
+    >>> Identity()(statistics, 2).assignment
+    tensor([0, 1, 0, 1])
+    """
+
+    def __call__(
+        self, statistics: Statistics, merged: int, *, across_only: bool = False
+    ) -> Matching:
+        """See `Matcher`; `across_only` changes nothing.
+
+        Raises:
+            ZipError: a model has not exactly `merged` features.
+        """
+        check_one_to_one(statistics, merged, "identity")
+        sizes = statistics.sizes
+        return Matching(torch.arange(merged).repeat(len(sizes)), sizes, merged)
+
 
 Order = Ints  # (n,): the feature of one model in each group
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles

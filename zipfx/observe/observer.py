@@ -1,0 +1,127 @@
+"""Observer: moments of the features at the places of a space, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zipfx.analysis.spaces.values import Place
+from zipfx.model.tensors import inexact
+from zipfx.observe.moments import Moments
+from zipfx.observe.statistics import Similarity, Statistics
+
+
+class Observer(nn.Module):
+    """Accumulates the moments of the features of K models at one place."""
+
+    index: Tensor
+
+    def __init__(self, place: Place, models: int) -> None:
+        super().__init__()
+        index = place.index
+        self.node, self.inner = place.node, place.inner
+        self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
+        self.read, self.sizes = place.read, place.sizes
+        self.models, self.size = models, len(index)
+        self.moments = Moments()
+        self.resolution = torch.finfo(torch.float32).eps
+        plain = bool((index.flatten() == torch.arange(index.numel())).all())
+        self.register_buffer("index", index.flatten(), persistent=False)
+        self.whole = index.numel() if plain else -1
+
+    def _samples(self, x: Tensor) -> Tensor:
+        """(..., n, ...) -> (S, n), samples being batch, positions and occurrences; of complex
+        numbers the real and the imaginary parts."""
+        if self.blurred:
+            x = x.mean(self.blurred, keepdim=True)
+        x = x.movedim(self.dims, tuple(range(-len(self.dims), 0)))
+        index = self._index(tuple(x.shape[-len(self.dims) :]))
+        x = x.flatten(-len(self.dims))
+        if x.shape[-1] != self.whole or index is not self.index:
+            x = x.index_select(-1, index.to(x.device))
+        x = x.reshape(-1, self.size, len(index) // self.size)
+        x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
+        if x.is_complex():
+            x = torch.cat([x.real, x.imag])
+        return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+    def _index(self, sizes: tuple[int, ...]) -> Tensor:
+        """The index into a value of these sizes: where they are not those of the example inputs, it
+        is what has the same coordinates, as far as all features have it."""
+        if not self.sizes or sizes == self.sizes:
+            return self.index
+        at = torch.stack(torch.unravel_index(self.index, self.sizes))
+        of = torch.tensor(sizes, device=at.device)[:, None]
+        steps = of.flip(0).cumprod(0).flip(0) // of
+        there = (at < of).all(0).reshape(self.size, -1).all(0)
+        found: Tensor = (at * steps).sum(0).reshape(self.size, -1)[:, there].flatten()
+        return found
+
+    def forward(self, *features: Any) -> None:
+        """Read the K models' activations at this place (of a place inside a node: what a `Tap`
+        has heard in each model)."""
+        several = [[f] if self.inner is None else f[self.inner] for f in features]
+        if inexact(several[0][0]):
+            self.resolution = torch.finfo(several[0][0].dtype).eps
+        x = torch.cat([torch.cat([self._samples(t) for t in f]) for f in several], 1)
+        self.moments.add(x)
+
+    def statistics(self) -> Statistics:
+        """Count, mean (N,) and covariance (N, N) of all samples so far."""
+        seen, sizes = self.moments, (self.size,) * self.models
+        return Statistics(
+            seen.count, seen.mean, seen.covariance(), sizes, self.resolution, trusted=True
+        )
+
+    def first_broken(self) -> int | None:
+        """The first model whose activations were NaN or Inf; None if all were finite."""
+        finite = self.moments.finite()
+        return None if bool(finite.all()) else int((~finite).nonzero()[0]) // self.size
+
+
+def combine(
+    observers: Sequence[Observer], similarity: Similarity = "correlation", moment: bool = False
+) -> Statistics:
+    """Statistics of one space at several places as one: the mean of the similarities.
+
+    A feature counts where it varies; it is constant only if it is constant everywhere.
+
+    Args:
+        similarity: what is averaged, as its place in the network scales it: correlations, cosines,
+            or covariances relative to the mean variance.
+        moment: keep the second moments where weights read the features, each place relative to its
+            mean power.
+    """
+    statistics = [observer.statistics() for observer in observers]
+    first, read = statistics[0], None
+    if moment:
+        reads = [s for s, o in zip(statistics, observers, strict=True) if o.read] or statistics[-1:]
+        read = sum((_scaled(s.second_moment()) for s in reads), torch.zeros_like(first.covariance))
+    if len(statistics) == 1:
+        return replace(first, moment=read)
+    mean = torch.stack([s.mean for s in statistics]).mean(0)
+    covariance = torch.zeros_like(first.covariance)
+    for s in statistics:
+        covariance += _scaled(s.covariance) if similarity == "covariance" else _alike(s, similarity)
+    if similarity == "cosine":
+        mean.zero_()  # they are in the cosines
+    return Statistics(first.count, mean, covariance, first.sizes, 0.0, trusted=True, moment=read)
+
+
+def _alike(statistics: Statistics, similarity: Similarity) -> Tensor:
+    """Correlations or cosines, 0 for features that have none, also on the diagonal."""
+    if similarity == "cosine":
+        power = statistics.covariance.diagonal() + statistics.mean.square()
+        found, known = statistics.cosine(), (power > 0).double()
+    else:
+        found, known = statistics.correlation(), (~statistics.constant).double()
+    return found.mul_(torch.outer(known, known))
+
+
+def _scaled(moments: Tensor) -> Tensor:
+    """Second moments in units of their mean diagonal entry."""
+    return moments / moments.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
