@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import evaluate
 from benchmarks.memory import peak_resident, reset_peak, resident
-from zipfx.match.registry import KMeans, Matcher, Optimal, Permute, Svd, Zip
+from zipfx.match import KMeans, Matcher, Optimal, Permute, Svd, Zip
 from zipfx.observe.statistics import Statistics
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import zipfx
-from zipfx import disk
+from zipfx.report.format import disk
 from zipfx.report.format.disk import replacing
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes, links and locks of Unix")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
-from zipfx import draw as drawing
+from zipfx.analysis.spaces import picture as drawing
 from zipfx.analysis.spaces.layout import HEIGHT, Box, layout, ranks
 from zipfx.analysis.spaces.picture import palette
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 import zipfx
-from zipfx import container
+from zipfx.report.format import container
 
 QUIET = {
     "deadline": None,

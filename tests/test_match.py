@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zipfx import match
 from zipfx.errors import ZipError
+from zipfx.match import Identity, Matcher, Permute, Zip
 from zipfx.match.matchers.matching import Matching
-from zipfx.match.registry import Identity, Matcher, Permute, Zip
 from zipfx.observe.statistics import Statistics
 
 KINDS = ("generic", "ties", "constants", "all constant", "all equal")

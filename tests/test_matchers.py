@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import LinearMerge, Matching, Statistics, ZipError
+from zipfx.match.matchers import optimal
 from zipfx.match.matchers.greedy import join_in_rounds
 from zipfx.match.matchers.protocol import UNMERGES
-from zipfx.match.registry import optimal
 
 quick = settings(max_examples=40, deadline=None)
 KINDS = """

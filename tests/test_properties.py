@@ -34,10 +34,10 @@ from properties import (
 from torch import Tensor
 
 import zipfx
-from zipfx import group
+from zipfx.analysis.grouping import classes
 from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.labels import Labels, beyond, support
-from zipfx.analysis.rules import together
+from zipfx.analysis.rules import reductions
 from zipfx.trace.tracing import trace
 
 QUIET = {
@@ -107,12 +107,12 @@ def test_members_that_are_told_again_say_nothing_new(monkeypatch: pytest.MonkeyP
         none = np.zeros(0, np.int64)
         return np.ones(len(vertex), bool), none, none, np.zeros(0, np.uint64)
 
-    repeated = group._repeated
+    repeated = classes._repeated
     for seed in range(60):
         plan = independent(seed).plan
-        monkeypatch.setattr(group, "_repeated", counted)
+        monkeypatch.setattr(classes, "_repeated", counted)
         fewer = _found(plan)
-        monkeypatch.setattr(group, "_repeated", all_told)
+        monkeypatch.setattr(classes, "_repeated", all_told)
         assert _found(plan) == fewer
     assert used > 5
 
@@ -148,7 +148,7 @@ def no_relation(ledger: Ledger, a: Any, b: Any, *_: Any, **__: Any) -> Any:
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a softmax over a part of the features makes no blocks": (together, "together", no_blocks),
+    "a softmax over a part of the features makes no blocks": (reductions, "together", no_blocks),
     "coordinates that meet features do not colour them": (Ledger, "entangle", nothing),
     "features that meet are not related": (Ledger, "relate", no_relation),
 }

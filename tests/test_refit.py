@@ -17,8 +17,8 @@ from test_laws import Mlp, ResidualCnn, ResidualMlp, redundant
 from torch import Tensor, nn
 
 import zipfx
-from zipfx import replay
 from zipfx.observe.moments import Moments
+from zipfx.repair import batches as replay
 from zipfx.repair.layerwise import Refit
 from zipfx.repair.ridge import Missed, Normal, fit
 from zipfx.repair.targets import plan_targets
@@ -419,7 +419,7 @@ def test_a_stream_that_is_written_to_later_is_not_what_the_layer_knows(
                 F.relu(x, inplace=True)
             return self.h(y + x)
 
-    stage, steps = sys.modules["zipfx.zip"], []
+    stage, steps = sys.modules["zipfx.pipeline"], []
 
     def spy(*arguments: Any) -> Any:
         found = plan_targets(*arguments)

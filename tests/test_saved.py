@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 import zipfx
-from zipfx import container, retrace, stored
+from zipfx.report.files import retrace, stored
+from zipfx.report.format import container
 
 QUIET = {
     "deadline": None,

@@ -45,7 +45,7 @@ def name_of_callable(value: Any) -> str:
     >>> name_of_callable(functools.partial(round, ndigits=2))
     'partial(builtins.round, ndigits=2)'
     >>> name_of_callable(re.compile("a").match), name_of_callable(lambda x: x)
-    ("re.compile('a').match", 'zipfx.naming.<lambda>')
+    ("re.compile('a').match", 'zipfx.model.callables.<lambda>')
     """
     if isinstance(value, functools.partial):
         named = sorted(value.keywords.items())

@@ -42,8 +42,8 @@ def register_rule(op: Any, rule: Any = None, *, replace: bool = False) -> Any:
             another operator, such as `torch.ops.aten.linear.default`, one that is made of others
             (`torch.ops.aten.conv2d.default`) included: arguments of the same name mean the same
             (other numbers are ignored, other tensors are refused);
-            or a function from a `zipfx.rules.Call` to the `zipfx.rules.Labels` of its result (a
-            tuple for several). Left out: `register_rule(op)` decorates such a function.
+            or a function from a `Call` to the `Labels` of its result (a tuple for several), both in
+            `zipfx.analysis.rules`. Left out: `register_rule(op)` decorates such a function.
         replace: whether the op may have a rule already.
 
     Returns:
@@ -119,7 +119,8 @@ def _as_rule(op: OpOverload, rule: Any) -> Rule:
         return lambda call: rule(_seen(call))
     raise ZipError(
         f"{rule!r} is no rule for {op.name()}: choose one of {sorted(_BEHAVIOURS)}, an operator "
-        "that behaves alike (torch.ops.aten.linear.default), or a function of a zipfx.rules.Call"
+        "that behaves alike (torch.ops.aten.linear.default), or a function of a "
+        "zipfx.analysis.rules.Call"
     )
 
 
