@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zipfx
 from zipfx import ZipError
 from zipfx.analysis.spaces import picture as drawing
-from zipfx.analysis.spaces.layout import HEIGHT, Box, layout, ranks
+from zipfx.analysis.spaces.layout import HEIGHT, PITCH, Box, layout, ranks
 from zipfx.analysis.spaces.picture import palette
 
 
@@ -145,7 +145,7 @@ def test_boxes_do_not_overlap_and_edges_go_down(seed: int) -> None:
     np.fill_diagonal(same_rank, False)
     assert (gap[same_rank] > 0.1).all()
     above, below = placed.lines.T
-    assert np.allclose(placed.y[below] - placed.y[above], drawing.PITCH)
+    assert np.allclose(placed.y[below] - placed.y[above], PITCH)
     edges = {
         (f"n{s}", boxes[v].name) for s, v, end in zip(placed.source, below, placed.ends) if end
     }

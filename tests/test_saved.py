@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 import zipfx
-from zipfx.report.files import retrace, stored
+from zipfx.report.files import files, retrace, stand_ins, stored
 from zipfx.report.format import container
 
 QUIET = {
@@ -699,12 +699,12 @@ def test_saving_what_can_not_be_written_says_so(
     for _ in range(60):
         deep = [deep]
     merged = zipped()
-    merged.meta["zipfx_traced"] = zipfx.standins.Traced(zipfx.standins.described((deep,)))
+    merged.meta["zipfx_traced"] = stand_ins.Traced(stand_ins.described((deep,)))
     with pytest.raises(
         zipfx.ZipError, match="can not be written: lists and dicts lie more than 100"
     ):
         zipfx.save(merged, tmp_path / "merged")
-    monkeypatch.setattr(zipfx.report.files.files, "LONGEST", 1000)
+    monkeypatch.setattr(files, "LONGEST", 1000)
     with pytest.raises(
         zipfx.ZipError, match=r"has 14 nodes, and its header .* load reads 1,000 at mo"
     ):
@@ -844,9 +844,9 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(zipfx.ZipError):
-            zipfx.files._read_file(str(path))
+            files._read_file(str(path))
     path.write_bytes(whole)
-    zipfx.files._read_file(str(path))
+    files._read_file(str(path))
 
 
 def test_damage_is_named(file: Path, tmp_path: Path) -> None:

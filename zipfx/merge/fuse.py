@@ -20,6 +20,7 @@ def fuse(tensors: Sequence[Tensor], maps: Sequence[Sequence[Move]]) -> Tensor:
     M and U are real, so a complex weight that is conjugated where it is used needs nothing of its
     own: conj(M W U) = M conj(W) U.
 
+    >>> from zipfx.match.axis_maps import AxisMap
     >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0], [3.0]])
     >>> swap = AxisMap(0, torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64))
     >>> fuse([a, b], [[], [swap]]).flatten()

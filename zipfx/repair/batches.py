@@ -43,6 +43,7 @@ class Run:
     """One batch on its way: `values` are those of the nodes that somebody still waits for. It has
     the state of the module to itself, as if no other batch had ever run.
 
+    >>> from torch import nn
     >>> module = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid()))
     >>> line = Line(module)
     >>> run = Run(line, [Tensor([-1.0, 1.0])])
