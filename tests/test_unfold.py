@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torchvision.models import swin_transformer
 
 import zipfx
-from zipfx.repair.unfold.unfold import unfold
+from zipfx.repair.exposed.unfold import unfold
 from zipfx.trace.tracing import NOTES, trace
 
 UNCHANGED = 1e-9

@@ -17,7 +17,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.match.by_weights import check_finite, match_weights
 from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
 from zipfx.merge.assemble import Assembly
-from zipfx.merge.computed import computed, constrained, limits, put_back
+from zipfx.merge.computed import constrained, find_computed, limits, put_back
 from zipfx.merge.module import copy_modes, homes
 from zipfx.merge.singular import renew
 from zipfx.model.callables import name_of_callable
@@ -32,10 +32,10 @@ from zipfx.observe.joint_graph import observe
 from zipfx.observe.observer import combine
 from zipfx.observe.statistics import Statistics
 from zipfx.repair.batch_norm import repair_batch_norm
+from zipfx.repair.exposed.bake import bake, with_plain_weights
+from zipfx.repair.exposed.unfold import unfold
 from zipfx.repair.layerwise import Refit, Refitted, refit
 from zipfx.repair.targets import plan_targets
-from zipfx.repair.unfold.bake import bake, with_plain_weights
-from zipfx.repair.unfold.unfold import unfold
 from zipfx.report.files.made import MADE, as_made
 from zipfx.report.files.stand_ins import TRACED, Traced, described
 from zipfx.report.measure import Stages, count_flops, count_layers
@@ -250,7 +250,7 @@ def zip(
             job = Assembly(modules, analysis, matched, inputs)
             merged, plans, notes = job.full() if partial is None else job.partial()
             merged.to(away)
-            found = computed(merged, models, homes(len(models), partial))
+            found = find_computed(merged, models, homes(len(models), partial))
             named, told = constrained(merged, found)
             notes += told + renew(merged, models)
         refits: list[Refitted] = []

@@ -55,7 +55,7 @@ from zipfx.model.tensors import (
     named_tensors,
 )
 from zipfx.modes import as_caller, as_library
-from zipfx.trace.nodes import _spot
+from zipfx.trace.nodes import spot
 from zipfx.trace.tracing import NOTES
 
 aten = torch.ops.aten
@@ -225,7 +225,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         mode, ledger = self.mode, self.mode.ledger
-        ledger.node, ledger.where = len(self.facts), _spot(n)
+        ledger.node, ledger.where = len(self.facts), spot(n)
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         mode.begin(OwnedTensors(leaf, args))

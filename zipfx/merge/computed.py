@@ -184,7 +184,7 @@ def _settle(own: Any, value: Tensor) -> None:
         own.load_state_dict(before)
 
 
-def computed(
+def find_computed(
     merged: nn.Module, models: Sequence[nn.Module], homes: Mapping[str, Sequence[int]]
 ) -> dict[str, Computed]:
     """Of a merge of folded models, the tensors that the models compute, by name.

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from zipfx.analysis.grouping.components import Flags
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.labels.facts import Facts, NodeFacts
 from zipfx.analysis.labels.labels import Kind, overlapping
 from zipfx.errors import ZipError
-from zipfx.hashing import Ints
+from zipfx.hashing import Flags, Ints
 from zipfx.match.axis_maps import AxisMap, Move, is_pattern, read_maps
 from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.model.tensors import named_tensors

@@ -152,15 +152,15 @@ def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
         ZipError: there is none, or one does not fit forward.
     """
     batches: list[Batch] = []
-    digests: dict[int, list[bytes]] = {}
+    known: dict[int, list[bytes]] = {}
     for source, (args, kwargs) in data.by_source():
         inputs = clone_tensors(positional(forward, args, kwargs))
-        found = contents(inputs, batch_size((args, kwargs)))
+        found = digests(inputs, batch_size((args, kwargs)))
         batches.append(Batch(source, inputs, len(found)))
-        digests.setdefault(source, []).extend(found)
+        known.setdefault(source, []).extend(found)
     if not batches:
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
-    for source, found in digests.items():
+    for source, found in known.items():
         order = sorted(range(len(found)), key=found.__getitem__)
         number = torch.empty(len(found), dtype=torch.int64)
         number[torch.tensor(order)] = torch.arange(len(found))
@@ -171,7 +171,7 @@ def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
     return batches
 
 
-def contents(inputs: Any, samples: int | None) -> list[bytes]:
+def digests(inputs: Any, samples: int | None) -> list[bytes]:
     """A digest of what each sample holds (of the batch, if its tensors have no first dimension in
     common)."""
     tensors = [t for t in leaves(inputs) if isinstance(t, Tensor)]

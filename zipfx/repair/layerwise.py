@@ -22,10 +22,10 @@ from zipfx.model.running import State, evaluating
 from zipfx.observe.data import Calibration
 from zipfx.observe.moments import Moments
 from zipfx.repair.batches import Batch, Line, Room, Run, gathered
+from zipfx.repair.exposed.unfold import title
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
 from zipfx.repair.targets import RefitStep
-from zipfx.repair.unfold.unfold import title
 from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is

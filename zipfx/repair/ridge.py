@@ -138,7 +138,7 @@ class Normal:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Outputs:
     """Outputs with the same sources: index (p,) int64 of those that any group has; changed: (G, p)
     bool; what they solve, of all of the data, and the ridge that was chosen; check: of the data
     that was held out, where weights have a limit."""
@@ -162,7 +162,7 @@ class Solution:
     """
 
     weights: Affine
-    parts: tuple[Part, ...]
+    parts: tuple[Outputs, ...]
     before: float
     after: float
     unseen: Tensor
@@ -293,7 +293,7 @@ def fit(
     """
     patterns = torch.stack(list(asked), -1).to(current[0].device)
     w, b = (t.clone() for t in current)
-    parts: list[Part] = []
+    parts: list[Outputs] = []
     unseen = torch.zeros_like(b, dtype=torch.bool)
     before = after = power = 0.0
     ridge: float | None = None
@@ -313,7 +313,7 @@ def fit(
         was = float(check.loss(own)[mine].sum())
         whole = Normal.of(seen.merged(kept), n, index, takes_bias)
         wrong = whole.loss(own) > whole.noise
-        part = Part(tuple(sources), index, mine & wrong, whole, ridge)
+        part = Outputs(tuple(sources), index, mine & wrong, whole, ridge)
         if limited:
             part = replace(part, changed=mine, check=check)
         if limited or (new < was and bool(part.changed.any())):
@@ -346,7 +346,7 @@ def _chosen(
     return ordered[at], error(at)
 
 
-def _put(w: Tensor, b: Tensor, part: Part, new: Affine) -> None:
+def _put(w: Tensor, b: Tensor, part: Outputs, new: Affine) -> None:
     """Write the outputs of a part that change."""
     w[:, part.index] = torch.where(part.changed.unsqueeze(-1), new[0], w[:, part.index])
     b[:, part.index] = torch.where(part.changed, new[1], b[:, part.index])

@@ -32,10 +32,9 @@ from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.memory import span
 from zipfx.model.running import shapes
 from zipfx.model.tensors import first_samples, is_batch_norm
+from zipfx.repair.exposed.unfold import PART_KEY, title
 from zipfx.repair.layers import Layer, layer_of
-from zipfx.repair.unfold.unfold import PART_KEY, title
-from zipfx.trace.nodes import is_in_place, tensors_at
-from zipfx.trace.tidy import only_looked_at
+from zipfx.trace.nodes import is_in_place, only_looked_at, tensors_at
 
 _ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")
 #: what hands its input on as it is, in eval mode

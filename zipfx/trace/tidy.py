@@ -65,26 +65,6 @@ def give_defaults(graph: fx.Graph) -> None:
             optional |= bool(node.args)
 
 
-_ASKED = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
-_ASKS = ("size", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "new_zeros")
-_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # of what they are given second
-
-
-def looks(node: fx.Node, at: fx.Node) -> bool:
-    """Whether a node asks for the shape, dtype or device of another one, and not for its values."""
-    first, *others = node.args or (None,)
-    if node.op == "call_method":
-        asks, like = node.target in _ASKS, node.target in _LIKE
-        return (asks and first is at) or (like and first is not at and at in others)
-    return node.target is getattr and first is at and others[0] in _ASKED
-
-
-def only_looked_at(node: fx.Node) -> bool:
-    """Whether a node reads a tensor of the module, for whose values no other node asks."""
-    read = node.op == "get_attr" and bool(node.users)
-    return read and all(looks(user, node) for user in node.users)
-
-
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "t_", "resize_", "resize_as_"}
 
 

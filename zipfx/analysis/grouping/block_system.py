@@ -16,14 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.analysis.grouping.squares import closure, find_sides, rows_and_columns
-from zipfx.hashing import Hashes, Ints, hash64
+from zipfx.hashing import Flags, Hashes, Ints, hash64
 
-Flags = npt.NDArray[np.bool_]
 _ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from zipfx.analysis.grouping.components import Flags
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.grouping.places import find_places
 from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.facts import Facts
 from zipfx.analysis.spaces.space_map import SpaceMap
 from zipfx.analysis.spaces.values import Axis, Block, Pinned, Role, Space
+from zipfx.hashing import Flags
 
 _UNLIKE = "unlike any other: it meets fixed coordinates (input channels, positions, constants)"
 _OVERLAP = "blocks of features overlap without nesting"

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from zipfx.analysis.grouping.block_system import Nesting, nest
-from zipfx.analysis.grouping.components import Flags, components, in_parts, occurrences, runs
+from zipfx.analysis.grouping.components import components, in_parts, occurrences, runs
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.grouping.known import Known
 from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.facts import Facts
 from zipfx.analysis.labels.labels import overlapping
-from zipfx.hashing import Hashes, Ints, as_they_come, hash64
+from zipfx.hashing import Flags, Hashes, Ints, as_they_come, hash64
 
 
 def group(

@@ -7,14 +7,11 @@ It may lie on an axis several times: features that `y.flip(1) + y` ties do so tw
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.hashing import Hashes, Ints, hash64
-
-Flags = npt.NDArray[np.bool_]
+from zipfx.hashing import Flags, Hashes, Ints, hash64
 
 
 def components(ledger: Ledger, last: int, *, weights_only: bool = False) -> Ints:

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.analysis.grouping.components import Flags
 from zipfx.analysis.grouping.known import Known
 from zipfx.analysis.grouping.squares import Square
-from zipfx.hashing import Ints
+from zipfx.hashing import Flags, Ints
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zipfx.analysis.grouping.components import Flags, components
+from zipfx.analysis.grouping.components import components
 from zipfx.analysis.labels.constraints import Ledger
-from zipfx.hashing import Hashes, Ints, hash64
+from zipfx.hashing import Flags, Hashes, Ints, hash64
 
 
 @dataclass(frozen=True)

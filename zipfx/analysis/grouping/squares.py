@@ -10,12 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from zipfx.hashing import Hashes, Ints
-
-Flags = npt.NDArray[np.bool_]
+from zipfx.hashing import Flags, Hashes, Ints
 
 
 def find_sides(

@@ -108,7 +108,7 @@ def carried(slots: Sequence[Tensor], dims: dict[int, int], ndim: int) -> list[Te
     return [place(s, dims, ndim) for s in slots if support(s) <= set(dims) and support(s)]
 
 
-def whole(
+def without_padding(
     ledger: Ledger, slot: Tensor, dims: Collection[int], *, alike: bool = False
 ) -> Tensor | None:
     """A slot that varies along `dims` only in where features are missing (zero padding), without
@@ -135,7 +135,7 @@ def whole(
 def pinned_along(ledger: Ledger, x: Labels, dims: Collection[int], reason: str) -> Labels:
     """Labels of what an operation does along `dims` as only data knows, or in an order of its own:
     features that lie there are pinned, what lies elsewhere is as before."""
-    slots = [(s, whole(ledger, s, dims)) for s in x.features]
+    slots = [(s, without_padding(ledger, s, dims)) for s in x.features]
     ledger.pin([s for s, rest in slots if rest is None], reason)
     features = tuple(rest for _, rest in slots if rest is not None)
     return replace(x, features=features, fixed=beyond(x.fixed, dims))

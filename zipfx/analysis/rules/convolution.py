@@ -23,7 +23,7 @@ from zipfx.analysis.labels.labels import (
     support,
     vector,
 )
-from zipfx.analysis.rules.call import Call, carried, first, pinned_along, rule, whole
+from zipfx.analysis.rules.call import Call, carried, first, pinned_along, rule, without_padding
 from zipfx.analysis.rules.contraction import add_bias, contract, note_reading, produce, without
 from zipfx.analysis.rules.pointwise import join
 
@@ -220,7 +220,7 @@ def slide(ledger: Ledger, x: Labels, spatial: set[int], reason: str = _SLIDES) -
     """
     slots = []
     for s in x.features:
-        rest = whole(ledger, s, spatial)
+        rest = without_padding(ledger, s, spatial)
         slots.append(ledger.collapse(s, spatial, reason) if rest is None else rest)
     return replace(x, features=tuple(s for s in slots if support(s)))
 

@@ -23,13 +23,15 @@ from zipfx.analysis.labels.labels import (
     support,
     vector,
 )
-from zipfx.analysis.rules.call import Call, aten, first, pinned_along, rule, whole
+from zipfx.analysis.rules.call import Call, aten, first, pinned_along, rule, without_padding
 from zipfx.hashing import as_fixed, hash64
 
 Slots = list[tuple[Tensor, Kind]]
 
 
-def tied(ledger: Ledger, slots: Slots, fixed: Sequence[Tensor]) -> tuple[Slots, list[Tensor]]:
+def tie_diagonals(
+    ledger: Ledger, slots: Slots, fixed: Sequence[Tensor]
+) -> tuple[Slots, list[Tensor]]:
     """Make the features one that a diagonal ties, in place of colouring them by position.
 
     Where features lie along only one of the two axes, the other has them, too, from now on: a
@@ -114,7 +116,7 @@ def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> La
         features = meet(ledger, features, mine, operand.kind, seen)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
-    features, fixed = tied(ledger, features, fixed)
+    features, fixed = tie_diagonals(ledger, features, fixed)
     slots = tuple(slot for slot, _ in features)
     ledger.entangle(slots, fixed)
     fixed = [p for p in fixed if not any(_tells(f, p) for f in slots)]
@@ -208,7 +210,11 @@ def _unpadded(ledger: Ledger, slot: Tensor, along: set[int]) -> Tensor:
     """Without padding that all features have alike, which takes part in the same way for all; and
     without rows in which nothing is (the steps that a short sentence does not have)."""
     for dims in (along, support(slot) - along):
-        rest = whole(ledger, slot, dims, alike=dims is along) if support(slot) & along else None
+        rest = (
+            without_padding(ledger, slot, dims, alike=dims is along)
+            if support(slot) & along
+            else None
+        )
         slot = slot if rest is None else rest
     return slot
 

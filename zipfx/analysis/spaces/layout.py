@@ -8,11 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-
-
-Ints = npt.NDArray[np.int64]
-
+from zipfx.hashing import Floats, Ints
 
 PITCH, HEIGHT, GAP, LETTER = 0.44, 0.24, 0.22, 0.063
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from zipfx.analysis.spaces.layout import HEIGHT, Box, Floats, Layout, layout
+from zipfx.analysis.spaces.layout import HEIGHT, Box, Layout, layout
 from zipfx.errors import ZipError
+from zipfx.hashing import Floats
 
 FONT = 7.5
 FORMATS = (".svg", ".png", ".pdf")

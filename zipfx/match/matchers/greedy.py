@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zipfx.match.matchers.protocol import Ints
+from zipfx.hashing import Ints
 
 _ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
 _APART = 5  # more than the whole range of similarities, [-3, 1]

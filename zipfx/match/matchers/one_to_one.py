@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching
-from zipfx.match.matchers.protocol import Ints, Options, check_one_to_one
+from zipfx.match.matchers.protocol import Options, check_one_to_one
 from zipfx.observe.statistics import Statistics
 
 

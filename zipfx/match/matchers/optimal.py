@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from zipfx.errors import ZipError
+from zipfx.hashing import Floats, Ints
 from zipfx.match.matchers.greedy import join_one_by_one
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.one_to_one import one_to_one
-from zipfx.match.matchers.protocol import Ints, Options, check_merged
+from zipfx.match.matchers.protocol import Options, check_merged
 from zipfx.observe.statistics import Statistics
 
 rustworkx: Any
@@ -24,7 +25,6 @@ try:
 except ImportError:  # an extra
     rustworkx = None
 
-Floats = NDArray[np.float64]
 
 _SCALE = 2**40  # similarities become integers: no rounding can decide, and both libraries agree
 _TIES = 2**20  # below one step of them, so that equal sums are told apart in the same way

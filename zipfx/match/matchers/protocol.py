@@ -7,17 +7,16 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zipfx.checks import real
 from zipfx.errors import ZipError
+from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
 
-Ints = NDArray[np.int64]
-Unmerge = Literal["pinv", "lstsq"]
-UNMERGES: tuple[Unmerge, ...] = get_args(Unmerge)
+UnmergeRule = Literal["pinv", "lstsq"]
+UNMERGES: tuple[UnmergeRule, ...] = get_args(UnmergeRule)
 
 _ROUNDING = 1e-13  # of sums of products, relative to the mean power
 
@@ -78,7 +77,7 @@ class Options:
     """
 
     similarity: Similarity = "correlation"
-    unmerge: Unmerge = "pinv"
+    unmerge: UnmergeRule = "pinv"
     ridge: float = 1e-6
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
-from zipfx.merge.computed import computed, put_back_as_saved
+from zipfx.merge.computed import find_computed, put_back_as_saved
 from zipfx.merge.module import MergedModule, homes
 from zipfx.model.contents import check_models
 from zipfx.model.parametrized import how_computed
@@ -27,7 +27,15 @@ from zipfx.report.files.rebuild import rebuilt
 from zipfx.report.files.recipe import Recipe
 from zipfx.report.files.retrace import off_meta, retraced
 from zipfx.report.files.stand_ins import TRACED, Traced, as_described
-from zipfx.report.files.stored import check_storable, kind, named, restored, stored, strides, tied
+from zipfx.report.files.stored import (
+    check_storable,
+    further_names,
+    kind,
+    named,
+    restored,
+    stored,
+    strides,
+)
 from zipfx.report.format.as_json import parsed, read, written
 from zipfx.report.format.container import LONGEST, contents, library, unsigned, write
 from zipfx.report.format.disk import replacing, text_path
@@ -112,7 +120,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
             f"this merge can not be saved as it is now: {error}. load could not bring that back: "
             "save a merge before you change it so, or keep it with torch.save"
         ) from error
-    further = tied(tensors)
+    further = further_names(tensors)
     own = {name: t for name, t in tensors.items() if name not in further}
     header = Header(
         VERSION,
@@ -249,7 +257,7 @@ def _loaded(
         }
         merged = rebuilt(recipe, traced, take)
     put_back_as_saved(
-        merged, computed(merged, own, homes(len(own), header.report.partial)), names, take
+        merged, find_computed(merged, own, homes(len(own), header.report.partial)), names, take
     )
     for name, how in how_computed(merged).items() ^ header.computed.items():
         raise ZipError(
@@ -278,7 +286,7 @@ def _tie_alike(
 ) -> None:
     """Tie buffers as they were in the file, since moving a module to another dtype or device unties
     them; parameters must be tied alike in the models."""
-    now = tied(found)
+    now = further_names(found)
     others = {name for name, _ in now.items() ^ header.tied.items()}
     for name in sorted(others):
         if isinstance(found[name], nn.Parameter):

@@ -20,7 +20,7 @@ from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.report.files.recipe import GraphStep, Recipe, patched, recipe_of
-from zipfx.report.files.stored import kind, named, tied
+from zipfx.report.files.stored import further_names, kind, named
 from zipfx.trace.tree import own_tensors
 
 #: meta key of a merged module: a `Made`
@@ -85,7 +85,9 @@ def extra_texts(model: nn.Module) -> dict[str, str]:
 
 def _ties(merged: nn.Module) -> dict[str, str]:
     """Of parameters: those of buffers end when a module is moved to another device or dtype."""
-    return tied({name: t for name, t in named(merged).items() if isinstance(t, nn.Parameter)})
+    return further_names(
+        {name: t for name, t in named(merged).items() if isinstance(t, nn.Parameter)}
+    )
 
 
 def check_as_made(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:

@@ -28,12 +28,12 @@ from zipfx.merge.module import (
 )
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
-from zipfx.report.files.recipe import OWN, GraphStep, Recipe, reads_of
+from zipfx.report.files.recipe import UNMERGE_NAME, GraphStep, Recipe, reads_of
 from zipfx.trace.nodes import ancestors
 from zipfx.trace.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
-Take = Callable[[str, Tensor | None], Tensor]
+TakeTensor = Callable[[str, Tensor | None], Tensor]
 
 _BAKED = re.compile(rf"{BAKED}_[0-9]+")  # parameters that a merge has and models do not
 _MOST = 64  # dimensions that a tensor has
@@ -54,7 +54,9 @@ _CHECKS: dict[str, tuple[Callable[..., None], int]] = {
 }
 
 
-def rebuilt(recipe: Recipe, modules: Mapping[int, fx.GraphModule], take: Take) -> MergedModule:
+def rebuilt(
+    recipe: Recipe, modules: Mapping[int, fx.GraphModule], take: TakeTensor
+) -> MergedModule:
     """The merged module.
 
     Args:
@@ -144,7 +146,7 @@ class _Origins:
         return source in {n.name for n in (node, *ancestors([node]))}
 
 
-def _values(part: Part, take: Take) -> ValueOf:
+def _values(part: Part, take: TakeTensor) -> ValueOf:
     prefix = "" if part is None else f"{HEADS}.{part}."
     return lambda path, t: take(prefix + path, t)
 
@@ -164,7 +166,7 @@ def _copied(
     return node
 
 
-def _baked(graph: fx.Graph, root: nn.Module, step: GraphStep, take: Take) -> fx.Node:
+def _baked(graph: fx.Graph, root: nn.Module, step: GraphStep, take: TakeTensor) -> fx.Node:
     """A parameter of the merge, where the model computes a weight."""
     name, home = step.does.target, "" if step.part is None else f"{HEADS}.{step.part}"
     if not _BAKED.fullmatch(name) or step.dims or hasattr(root.get_submodule(home), name):
@@ -182,7 +184,7 @@ def _baked(graph: fx.Graph, root: nn.Module, step: GraphStep, take: Take) -> fx.
 
 
 def _inserted(
-    graph: fx.Graph, root: nn.Module, step: GraphStep, made: Mapping[str, fx.Node], take: Take
+    graph: fx.Graph, root: nn.Module, step: GraphStep, made: Mapping[str, fx.Node], take: TakeTensor
 ) -> fx.Node:
     functions: dict[str, Any] = {f.__name__: f for f in INSERTED}
     home, does = f"{HEADS}.{step.part}", step.does
@@ -190,7 +192,11 @@ def _inserted(
         return _expected(graph, step, made)
     if step.part is None:
         raise ZipError(f"node {step.name!r} copies no node of a model")
-    if does.op == "get_attr" and OWN.fullmatch(does.target) and not (step.reads or step.dims):
+    if (
+        does.op == "get_attr"
+        and UNMERGE_NAME.fullmatch(does.target)
+        and not (step.reads or step.dims)
+    ):
         by = take(f"{home}.{does.target}", None)
         root.get_submodule(home).register_buffer(does.target, by)
         node = graph.create_node("get_attr", f"{home}.{does.target}", name=step.name)

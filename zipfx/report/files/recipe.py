@@ -27,7 +27,7 @@ from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.model.parametrized import is_computing, plain_class, tensor_of
 from zipfx.trace.nodes import name_of
 
-OWN = re.compile(r"unmerge_[0-9]+")  # buffers that heads have and models do not
+UNMERGE_NAME = re.compile(r"unmerge_[0-9]+")  # buffers that heads have and models do not
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ def _step(merged: fx.GraphModule, node: fx.Node) -> GraphStep:
             does = replace(does, settings={"wanted": wanted}, arguments="")
         elif node.target in INSERTED:
             given = node.args[1] if len(node.args) > 1 else ()
-        elif not (node.op == "get_attr" and part is not None and OWN.fullmatch(does.target)):
+        elif not (
+            node.op == "get_attr" and part is not None and UNMERGE_NAME.fullmatch(does.target)
+        ):
             raise ZipError(f"node {node.name!r} ({node.op} {does.target}) was put into its graph")
     elif BAKED_KEY in node.meta:
         does = replace(does, layer=BAKED)

@@ -23,11 +23,11 @@ def named(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def further_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Every further name of a tensor -> its first name.
 
     >>> t = torch.ones(1)
-    >>> tied({"a": t, "b": torch.ones(1), "c": t})
+    >>> further_names({"a": t, "b": torch.ones(1), "c": t})
     {'c': 'a'}
     """
     first: dict[int, str] = {}

@@ -38,7 +38,7 @@ from zipfx.trace.align.spelling import (
     ignored,
     in_one_form,
     is_view,
-    name_of,
+    operation,
 )
 
 aten: Any = torch.ops.aten
@@ -271,7 +271,7 @@ class _Mode(TorchDispatchMode):
         given = given_to(func, args, kwargs)
         tensors = [t for t in tree_leaves(list(given.values())) if isinstance(t, Tensor)]
         written = {id(t) for t in declared(func, args, kwargs)}
-        name = name_of(func)
+        name = operation(func)
         self._note_eps(name, given)
         constant = all(storage_key(t) in self.constant for t in tensors)
         shapes = {tuple(t.shape) for t in tensors}
@@ -316,7 +316,7 @@ class _Mode(TorchDispatchMode):
         storages = {storage_key(t) for t in tensors}
         fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         fresh = [t for t in fresh if storage_key(t) not in storages]
-        name = name_of(func)
+        name = operation(func)
         same = name in SAME or (name == "_to_copy" and fresh and fresh[0].dtype == tensors[0].dtype)
         for i, t in enumerate([*fresh, *written]):
             if constant and torch.Tag.nondeterministic_seeded not in func.tags:

@@ -40,7 +40,7 @@ def given_to(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def name_of(func: Any) -> str:
+def operation(func: Any) -> str:
     """What an operation does, in place or not."""
     name = str(func._schema.name).rpartition("::")[2]
     if "batch_norm" in name:
@@ -50,7 +50,7 @@ def name_of(func: Any) -> str:
 
 def is_view(func: Any) -> bool:
     """Whether an operation only looks at all of its argument in another way."""
-    return name_of(func) in _VIEWS
+    return operation(func) in _VIEWS
 
 
 def ignored(name: str) -> frozenset[str]:

@@ -24,9 +24,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.model.tensors import runs_as
-from zipfx.repair.unfold.inner_linears import Inner, Piece, arguments_of, inner_layers
-from zipfx.trace.nodes import tensors_at
-from zipfx.trace.tidy import looks, only_looked_at
+from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers
+from zipfx.trace.nodes import looks, only_looked_at, tensors_at
 
 #: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
 #: first and last of the rows that it applies)

@@ -21,7 +21,7 @@ from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.model.running import Noting
 from zipfx.modes import fixed_randomness
-from zipfx.repair.unfold.unfold import TITLE_KEY, reads_as_weight, with_graph
+from zipfx.repair.exposed.unfold import TITLE_KEY, reads_as_weight, with_graph
 from zipfx.trace.nodes import ancestors, is_in_place, module_paths
 
 

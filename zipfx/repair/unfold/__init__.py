@@ -1,1 +1,0 @@
-"""Unfold: weights inside functions, or computed ones, as layers that can be repaired."""
