@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from zipfx.analysis.rules import TAUGHT
+from zipfx.analysis.rules.register import TAUGHT
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

@@ -1,8 +1,10 @@
-"""Files import in one direction only, and every file can be read in one sitting."""
+"""The house: rooms in order, what each hands out, and files that can be read in one sitting."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import networkx
@@ -12,39 +14,117 @@ import zipfx
 
 PACKAGE = Path(zipfx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST = 420
+#: a file imports from its own room, and from those before it
+ROOMS = """
+    errors hashing checks values text modes
+    model trace analysis observe match merge repair report
+    pipeline
+""".split()
+#: rooms whose files are imported by their names, as they are no stages
+HELPERS = ("zipfx.model", "zipfx.trace.nodes", "zipfx.analysis.rules")
+LONGEST_FILE, LONGEST_CLASS, MOST_FILES, MOST_ROOMS = 400, 150, 9, 8
 
 
 def name_of(file: Path) -> str:
-    """`match/zip.py` is zipfx.match.matchers.zip; `match/__init__.py` is zipfx.match."""
+    """`match/spaces.py` is zipfx.match.spaces; `match/__init__.py` is zipfx.match."""
     parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(p for p in parts if p != "__init__")
 
 
 NAMES = {name_of(file): file for file in FILES}
+FOLDERS = sorted({file.parent for file in FILES})
 
 
-def imports(file: Path) -> set[str]:
-    """Names of the modules of the package that a file imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def room_of(name: str) -> str:
+    """`zipfx.match.spaces` lies in match; the package itself lies nowhere."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of what a file imports from the package, anywhere in it."""
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names if alias.name in NAMES)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file.name} imports relatively"
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (inner & NAMES.keys()) or {str(node.module)}
-    return found & NAMES.keys()
+            for alias in node.names if node.module in NAMES else ():
+                yield str(node.module), alias.name
 
 
-def test_imports_do_not_go_in_circles() -> None:
-    graph = networkx.DiGraph((name_of(file), other) for file in FILES for other in imports(file))
-    assert list(networkx.simple_cycles(graph)) == []
+def modules(file: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    return {f"{m}.{n}" if f"{m}.{n}" in NAMES else m for m, n in imported(file)}
+
+
+def is_helper(name: str) -> bool:
+    return any(name == helper or name.startswith(f"{helper}.") for helper in HELPERS)
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room_of(name) for name in NAMES} - {""} == set(ROOMS)
+    assert len([folder for folder in FOLDERS if folder.parent == PACKAGE]) <= MOST_ROOMS
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_no_file_is_too_long(file: Path) -> None:
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST
+def test_imports_come_from_earlier_rooms(file: Path) -> None:
+    own = room_of(name_of(file))
+    for module, name in imported(file):
+        if not own or room_of(module) == own:
+            continue
+        assert ROOMS.index(room_of(module)) < ROOMS.index(own)
+        handed_out = module == f"zipfx.{room_of(module)}" and not is_helper(module)
+        assert handed_out or is_helper(module), f"{module} is no room: import from its room"
+        if handed_out and NAMES[module].name == "__init__.py":
+            assert name in importlib.import_module(module).__all__
+
+
+def test_imports_do_not_go_in_circles() -> None:
+    graph = networkx.DiGraph((name_of(file), other) for file in FILES for other in modules(file))
+    assert list(networkx.simple_cycles(graph)) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_rooms_hand_out_what_others_use(folder: Path) -> None:
+    name = name_of(folder / "__init__.py")
+    body = parsed(folder / "__init__.py").body
+    kinds = (ast.Expr, ast.ImportFrom, ast.Assign)
+    assert ast.get_docstring(parsed(folder / "__init__.py"))
+    assert all(isinstance(node, kinds) for node in body), "an __init__ holds no code"
+    exported = list(getattr(importlib.import_module(name), "__all__", []))
+    files = {file.stem for file in folder.glob("*.py")} | {f.name for f in folder.iterdir()}
+    assert not files & set(exported), "a file would be hidden by what the room hands out"
+    if name != "zipfx" and "." not in name.removeprefix("zipfx."):
+        outside = {n for f in FILES if room_of(name_of(f)) != room_of(name) for m, n in imported(f)
+                   if m == name}  # fmt: skip
+        assert set(exported) == outside
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_folders_can_be_overseen(folder: Path) -> None:
+    assert len([f for f in folder.glob("*.py") if f.name != "__init__.py"]) <= MOST_FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_and_classes_can_be_read_in_one_sitting(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ClassDef):
+            assert (node.end_lineno or 0) - node.lineno < LONGEST_CLASS, f"{node.name} is too long"
+
+
+def test_zip_fits_on_a_screen() -> None:
+    (function,) = (
+        node
+        for node in parsed(PACKAGE / "pipeline.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == "zip"
+    )
+    docstring, *body = function.body
+    assert isinstance(docstring, ast.Expr)
+    assert (body[-1].end_lineno or 0) - body[0].lineno < 40
 
 
 def test_the_package_lists_its_public_names_only() -> None:

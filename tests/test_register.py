@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import zipfx
 from zipfx import ZipError
-from zipfx.analysis.rules import TAUGHT, Call, Labels, join
+from zipfx.analysis.rules import Call, Labels, join
 from zipfx.analysis.rules.reductions import together
+from zipfx.analysis.rules.register import TAUGHT
 
 aten, ops = torch.ops.aten, torch.ops.zipfxtest
 ANALYSIS = Path(__file__).resolve().parents[1] / "docs" / "analysis.md"

@@ -3,19 +3,35 @@
 merged = zipfx.zip([model_a, model_b], calib_loader, partial="layer3")
 """
 
-from zipfx.analysis.analysis import analyze
-from zipfx.analysis.rules import register_rule
-from zipfx.analysis.spaces.space_map import SpaceMap
-from zipfx.analysis.spaces.values import Axis, NodeInfo, Pinned, Place, Role, Space
+from zipfx.analysis import (
+    Axis,
+    NodeInfo,
+    Pinned,
+    Place,
+    Role,
+    Space,
+    SpaceMap,
+    analyze,
+    register_rule,
+)
 from zipfx.errors import ZipError
-from zipfx.match.matchers.matching import LinearMerge, Matching
-from zipfx.match.registry import Identity, KMeans, Matcher, Optimal, Permute, Svd, Weights, Zip
-from zipfx.merge.module import head
-from zipfx.observe.statistics import Statistics
+from zipfx.match import (
+    Identity,
+    KMeans,
+    LinearMerge,
+    Matcher,
+    Matching,
+    Optimal,
+    Permute,
+    Svd,
+    Weights,
+    Zip,
+)
+from zipfx.merge import head
+from zipfx.observe import Statistics
 from zipfx.pipeline import zip
-from zipfx.repair.layerwise import Refit, Refitted
-from zipfx.report.files.files import load, save
-from zipfx.report.report import Report
+from zipfx.repair import Refit, Refitted
+from zipfx.report import Report, load, save
 
 __all__ = [
     "Axis",

@@ -10,37 +10,69 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx import match
-from zipfx.analysis.analysis import Analysis, checked, run_analysis
+from zipfx.analysis import Analysis, checked, run_analysis
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
-from zipfx.match.by_weights import check_finite, match_weights
-from zipfx.match.spaces import Matched, comparable, match_spaces, observed, unknown
-from zipfx.merge.assemble import Assembly
-from zipfx.merge.computed import constrained, find_computed, limits, put_back
-from zipfx.merge.module import copy_modes, homes
-from zipfx.merge.singular import renew
+from zipfx.match import (
+    Identity,
+    Matched,
+    Matcher,
+    Weights,
+    check_finite,
+    comparable,
+    match_spaces,
+    match_weights,
+    observed,
+    resolve,
+    unknown,
+    wanted,
+)
+from zipfx.merge import (
+    Assembly,
+    constrained,
+    copy_modes,
+    find_computed,
+    homes,
+    limits,
+    put_back,
+    renew,
+)
 from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import check_models
 from zipfx.model.running import state_of
 from zipfx.model.tensors import named_tensors
 from zipfx.modes import fixed_randomness, own_modes
-from zipfx.observe.choose_places import PLACES
-from zipfx.observe.data import BatchToArgs, calibration
-from zipfx.observe.examples import first_call, guessed_input
-from zipfx.observe.joint_graph import observe
-from zipfx.observe.observer import combine
-from zipfx.observe.statistics import Statistics
-from zipfx.repair.batch_norm import repair_batch_norm
-from zipfx.repair.exposed.bake import bake, with_plain_weights
-from zipfx.repair.exposed.unfold import unfold
-from zipfx.repair.layerwise import Refit, Refitted, refit
-from zipfx.repair.targets import plan_targets
-from zipfx.report.files.made import MADE, as_made
-from zipfx.report.files.stand_ins import TRACED, Traced, described
-from zipfx.report.measure import Stages, count_flops, count_layers
-from zipfx.report.notes import blind as unobserved
-from zipfx.report.notes import (
+from zipfx.observe import (
+    PLACES,
+    BatchToArgs,
+    Statistics,
+    calibration,
+    combine,
+    first_call,
+    guessed_input,
+    observe,
+)
+from zipfx.repair import (
+    Refit,
+    Refitted,
+    bake,
+    plan_targets,
+    refit,
+    repair_batch_norm,
+    unfold,
+    with_plain_weights,
+)
+from zipfx.report import (
+    MADE,
+    TRACED,
+    Report,
+    SpaceReport,
+    Stages,
+    Traced,
+    as_made,
+    count_flops,
+    count_layers,
+    described,
     few,
     hooks,
     not_loadable,
@@ -49,11 +81,18 @@ from zipfx.report.notes import (
     unrepaired,
     unrepaired_norms,
 )
-from zipfx.report.report import Report, SpaceReport
-from zipfx.trace.align.alignment import aligned
-from zipfx.trace.align.correspond import check_constants, check_outputs, counterparts
-from zipfx.trace.cut import first_name, last_node, unpacked
-from zipfx.trace.tracing import NOTES, trace
+from zipfx.report import blind as unobserved
+from zipfx.trace import (
+    NOTES,
+    aligned,
+    check_constants,
+    check_outputs,
+    counterparts,
+    first_name,
+    last_node,
+    trace,
+    unpacked,
+)
 
 REFITS = {"affine": Refit(ridges=(math.inf,), rounds=0), "refit": Refit()}
 REPAIRS = ("none", "bn", *REFITS)
@@ -67,7 +106,7 @@ def zip(
     calib_loader: Iterable[Any] | None,
     *,
     partial: str | None = None,
-    matcher: str | match.Matcher = "zip",
+    matcher: str | Matcher = "zip",
     repair: str | Refit | None = None,
     example_inputs: Any = None,
     max_samples: int | None = None,
@@ -136,7 +175,7 @@ def zip(
     >>> merged.meta["zipfx"].layers
     (1, 2)
     """
-    merging = match.resolve(matcher)
+    merging = resolve(matcher)
     dataless = calib_loader is None
     if repair is None:
         repair = "none" if dataless else "refit"
@@ -150,13 +189,13 @@ def zip(
     verify, progress = flag("verify", verify), flag("progress", progress)
     if partial is not None and not isinstance(partial, str):
         raise ZipError(f"partial is {partial!r}; give the qualified name of a module, or None")
-    by_data = not isinstance(merging, match.Identity | match.Weights)
+    by_data = not isinstance(merging, Identity | Weights)
     if dataless and (by_data or repair != "none"):
         raise ZipError(
             'calib_loader=None works only with matcher="weights" or "identity" and repair="none"; '
             "pass an iterable of batches"
         )
-    observes = not dataless and not isinstance(merging, match.Weights)
+    observes = not dataless and not isinstance(merging, Weights)
     home = _device(models[0])
     try:
         away = home if device is None else torch.empty(0, device=device).device
@@ -227,24 +266,24 @@ def zip(
         samples: dict[str, int] = {}
 
         def take(name: str) -> Statistics:
-            found = combine(observers.pop(name), *match.wanted(merging))
+            found = combine(observers.pop(name), *wanted(merging))
             samples[name] = found.count
             return found
 
         with stages.stage("match"):
             blind = unknown(spaces, observers) if observes else set()
-            by_weights = isinstance(merging, match.Weights)
+            by_weights = isinstance(merging, Weights)
             parameters = {} if observes and not blind else _corresponding(modules, last)
             check_finite(parameters, [s for s in spaces if not observes or s.name in blind])
             matched: Matched = {}
             if not by_weights:
                 known = [s for s in spaces if s.name not in blind]
                 matched = match_spaces(merging, known, take if observes else None, len(models))
-            if isinstance(merging, match.Identity):
+            if isinstance(merging, Identity):
                 rest = [s for s in spaces if s.name in blind]
                 matched |= match_spaces(merging, rest, None, len(models))
             elif by_weights or blind:
-                how = merging if isinstance(merging, match.Weights) else match.Weights()
+                how = merging if isinstance(merging, Weights) else Weights()
                 matched = match_weights(how, spaces, parameters, matched)
         with stages.stage("fuse"):
             job = Assembly(modules, analysis, matched, inputs)
@@ -321,7 +360,7 @@ def zip(
             *unread,
             *(note for note in taken if note not in analysis.spaces.notes),
             *few(spaces, samples),
-            *([] if isinstance(merging, match.Identity) else unobserved(spaces, blind)),
+            *([] if isinstance(merging, Identity) else unobserved(spaces, blind)),
             *notes,
             *unrepaired(analysis, merged, repair),
             *(extras[path] for path, _ in merged.named_modules() if path in extras),

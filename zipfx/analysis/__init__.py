@@ -4,3 +4,38 @@ Takes a traced model and example inputs. The graph runs once on labels (`labels`
 they met is grouped (`grouping`), and the map of all spaces (`spaces`) is checked in numbers.
 Gives an `Analysis`: the `SpaceMap`, and the facts of every node.
 """
+
+from zipfx.analysis.analysis import Analysis, analyze, checked, run_analysis
+from zipfx.analysis.grouping.grouping import Grouping
+from zipfx.analysis.labels.facts import Facts, NodeFacts
+from zipfx.analysis.labels.inside import Tap
+from zipfx.analysis.labels.labels import Kind, overlapping
+from zipfx.analysis.rules.register import register_rule
+from zipfx.analysis.spaces.reorder import by_rows, mix, select
+from zipfx.analysis.spaces.space_map import SpaceMap, pinned_lines
+from zipfx.analysis.spaces.values import Axis, NodeInfo, Pinned, Place, Role, Space
+
+__all__ = [
+    "Analysis",
+    "Axis",
+    "Facts",
+    "Grouping",
+    "Kind",
+    "NodeFacts",
+    "NodeInfo",
+    "Pinned",
+    "Place",
+    "Role",
+    "Space",
+    "SpaceMap",
+    "Tap",
+    "analyze",
+    "by_rows",
+    "checked",
+    "mix",
+    "overlapping",
+    "pinned_lines",
+    "register_rule",
+    "run_analysis",
+    "select",
+]

@@ -25,8 +25,8 @@ from zipfx.model.calls import in_order
 from zipfx.model.contents import check_visible
 from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
+from zipfx.trace import trace
 from zipfx.trace.nodes import module_path
-from zipfx.trace.tracing import trace
 
 
 @dataclass(frozen=True)

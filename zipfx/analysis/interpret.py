@@ -23,24 +23,11 @@ from zipfx.analysis.labels.inside import Address, OwnedTensors, meetings
 from zipfx.analysis.labels.labels import Kind, Labels, by_value, positions, support, trimmed, vector
 from zipfx.analysis.labels.storages import Shadows
 from zipfx.analysis.rows import Origins, Rows
-from zipfx.analysis.rules import (
-    ALSO_POINTWISE,
-    IDENTITY,
-    MOVEMENT,
-    RULES,
-    TAUGHT,
-    UNIFORM,
-    Call,
-    functional,
-    join,
-    made_of_others,
-    movement,
-    opaque,
-    paired,
-    pointwise,
-    rule_of,
-    taught,
-)
+from zipfx.analysis.rules.algebra import paired
+from zipfx.analysis.rules.call import RULES, Call, functional, made_of_others, opaque, rule_of
+from zipfx.analysis.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
+from zipfx.analysis.rules.pointwise import ALSO_POINTWISE, join, pointwise
+from zipfx.analysis.rules.register import TAUGHT, taught
 from zipfx.analysis.starts import Starts, further
 from zipfx.errors import ZipError
 from zipfx.model.copies import alias
@@ -55,8 +42,8 @@ from zipfx.model.tensors import (
     named_tensors,
 )
 from zipfx.modes import as_caller, as_library
+from zipfx.trace import NOTES
 from zipfx.trace.nodes import spot
-from zipfx.trace.tracing import NOTES
 
 aten = torch.ops.aten
 _COPY = {aten.copy_.default}

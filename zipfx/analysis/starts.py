@@ -22,7 +22,7 @@ from zipfx.analysis.labels.constraints import Ledger
 from zipfx.analysis.labels.inside import meetings
 from zipfx.analysis.labels.labels import Kind, Labels, support
 from zipfx.analysis.labels.records import Contraction
-from zipfx.analysis.rules import Call
+from zipfx.analysis.rules.call import Call
 from zipfx.hashing import Ints
 from zipfx.model.memory import storage_key
 

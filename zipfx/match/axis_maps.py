@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zipfx.analysis.spaces.reorder import by_rows
-from zipfx.analysis.spaces.values import Axis, Role, Space
+from zipfx.analysis import Axis, Role, Space, by_rows
 from zipfx.match.matchers.matching import Matching, Merge, merge_of, unmerge_of
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zipfx.analysis.spaces.values import Axis, Space
+from zipfx.analysis import Axis, Space
 from zipfx.checks import whole
 from zipfx.errors import ZipError
 from zipfx.match.axis_maps import Move, columns, plan
@@ -24,7 +24,7 @@ from zipfx.match.matchers.matching import Matching, Merge, joined_pairs
 from zipfx.match.matchers.one_to_one import Permute
 from zipfx.match.spaces import Matched, block_similarity, inside, match_space
 from zipfx.model.tensors import as_real, widened
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 
 @dataclass(frozen=True)

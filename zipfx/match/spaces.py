@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from zipfx.analysis.spaces.values import Space
+from zipfx.analysis import Space
 from zipfx.errors import ZipError, first_line
 from zipfx.hashing import Ints
 from zipfx.match.axis_maps import axis_map
 from zipfx.match.matchers.matching import LinearMerge, Matching, Merge, Pairs, joined_pairs
 from zipfx.match.matchers.one_to_one import Identity, Permute
 from zipfx.match.matchers.protocol import Matcher
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 Matched = dict[str, tuple[Merge, Pairs]]
 Take = Callable[[str], Statistics]

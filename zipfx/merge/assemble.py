@@ -9,22 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.analysis.analysis import Analysis, run_analysis
-from zipfx.analysis.labels.labels import Kind
-from zipfx.analysis.spaces.values import Axis, Space
+from zipfx.analysis import Analysis, Axis, Kind, Space, run_analysis
 from zipfx.errors import ZipError
-from zipfx.match.axis_maps import Move, plan
-from zipfx.match.matchers.matching import Merge, Pairs
+from zipfx.match import Merge, Move, Pairs, plan
 from zipfx.merge.fuse import fuse, fuse_variance
 from zipfx.merge.graph import copy_head, copy_trunk
 from zipfx.merge.heads import HeadPlan, plan_head
 from zipfx.merge.module import MergedModule, Part, build, planted
 from zipfx.model.graph_module import plain
 from zipfx.model.tensors import constant_names, inexact, named_tensors
-from zipfx.trace.align.correspond import counterparts, same_graph
+from zipfx.trace import EXPECTS, ValueOf, counterparts, same_graph
 from zipfx.trace.nodes import tensors_at
-from zipfx.trace.tracing import EXPECTS
-from zipfx.trace.tree import ValueOf
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
 

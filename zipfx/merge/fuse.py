@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zipfx.analysis.spaces.values import Axis, Space
-from zipfx.match.axis_maps import Move, read_maps
-from zipfx.match.matchers.matching import Merge, Pairs, merged_variance
+from zipfx.analysis import Axis, Space
+from zipfx.match import Merge, Move, Pairs, merged_variance, read_maps
 from zipfx.model.tensors import widened
 
 

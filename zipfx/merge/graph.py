@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zipfx.analysis.spaces.reorder import mix, select
+from zipfx.analysis import mix, select
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.model.calls import Expectation

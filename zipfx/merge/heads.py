@@ -16,13 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from zipfx.analysis.grouping.grouping import Grouping
-from zipfx.analysis.labels.facts import Facts, NodeFacts
-from zipfx.analysis.labels.labels import Kind, overlapping
+from zipfx.analysis import Facts, Grouping, Kind, NodeFacts, overlapping
 from zipfx.errors import ZipError
 from zipfx.hashing import Flags, Ints
-from zipfx.match.axis_maps import AxisMap, Move, is_pattern, read_maps
-from zipfx.match.matchers.matching import Matching, Merge
+from zipfx.match import AxisMap, Matching, Merge, Move, is_pattern, read_maps
 from zipfx.model.tensors import named_tensors
 from zipfx.trace.nodes import describe, tensors_at
 

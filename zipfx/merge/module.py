@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from zipfx.analysis.spaces.reorder import mix, select
+from zipfx.analysis import mix, select
 from zipfx.errors import ZipError
 from zipfx.model.calls import EXPECTATIONS
 from zipfx.model.graph_module import GraphModule
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import own_modes
-from zipfx.trace.tree import Tree, ValueOf, plant, plant_unused
+from zipfx.trace import Tree, ValueOf, plant, plant_unused
 
 HEADS = "task_heads"
 HEAD_KEY = "zipfx_head"

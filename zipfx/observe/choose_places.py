@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zipfx.analysis.spaces.values import Place, Space
+from zipfx.analysis import Place, Space
 
 Choose = Callable[[Space], Sequence[Place]]
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from zipfx.analysis.labels.inside import Tap
-from zipfx.analysis.spaces.values import Space
+from zipfx.analysis import Space, Tap
 from zipfx.errors import ZipError, first_line
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, GraphModule

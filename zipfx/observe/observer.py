@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zipfx.analysis.spaces.values import Place
+from zipfx.analysis import Place
 from zipfx.model.tensors import inexact
 from zipfx.observe.moments import Moments
 from zipfx.observe.statistics import Similarity, Statistics

@@ -21,8 +21,7 @@ from zipfx.model.graph_module import attribute
 from zipfx.model.running import State, evaluating
 from zipfx.model.tensors import clone_tensors, is_batch_norm
 from zipfx.modes import as_caller
-from zipfx.observe.data import Calibration
-from zipfx.observe.moments import Moments
+from zipfx.observe import Calibration, Moments
 from zipfx.repair.batches import Batch, Line, Room, gathered
 
 _MEMORY = 2 * 2**30  # bytes of values that may wait; batches beyond run again from their inputs

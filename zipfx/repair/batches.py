@@ -17,7 +17,7 @@ from zipfx.model.memory import storage_key
 from zipfx.model.running import State
 from zipfx.model.tensors import batch_size, clone_tensors, leaves
 from zipfx.modes import as_caller
-from zipfx.observe.data import Calibration
+from zipfx.observe import Calibration
 
 
 class Line:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.merge.computed import Limit
+from zipfx.merge import Limit
 from zipfx.model.tensors import is_batch_norm, runs_as
 
 

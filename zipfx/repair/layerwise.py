@@ -19,8 +19,7 @@ from tqdm import tqdm
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.model.running import State, evaluating
-from zipfx.observe.data import Calibration
-from zipfx.observe.moments import Moments
+from zipfx.observe import Calibration, Moments
 from zipfx.repair.batches import Batch, Line, Room, Run, gathered
 from zipfx.repair.exposed.unfold import title
 from zipfx.repair.layers import samples

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zipfx.observe.moments import Moments, pooled
+from zipfx.observe import Moments, pooled
 
 Affine = tuple[Tensor, Tensor]  # (G, o, n) and (G, o), float64
 

@@ -21,14 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from zipfx.analysis.labels.labels import overlapping
-from zipfx.analysis.spaces.values import Role
-from zipfx.match.axis_maps import made_matrix
-from zipfx.match.matchers.matching import LinearMerge, Merge
-from zipfx.merge.assemble import Assembly
-from zipfx.merge.computed import Limit
-from zipfx.merge.heads import HeadPlan
-from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
+from zipfx.analysis import Role, overlapping
+from zipfx.match import LinearMerge, Merge, made_matrix
+from zipfx.merge import HEAD_KEY, SOURCE_KEY, Assembly, HeadPlan, Limit
 from zipfx.model.memory import span
 from zipfx.model.running import shapes
 from zipfx.model.tensors import first_samples, is_batch_norm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from zipfx.analysis.analysis import Analysis
+from zipfx.analysis import Analysis
 from zipfx.model.copies import alias
 from zipfx.model.running import decomposed, untouched
 from zipfx.model.tensors import batch_size, clone_tensors, leaves

@@ -7,12 +7,11 @@ from contextlib import suppress
 
 from torch import nn
 
-from zipfx.analysis.analysis import Analysis
-from zipfx.analysis.spaces.values import Space
-from zipfx.match.spaces import comparable
+from zipfx.analysis import Analysis, Space
+from zipfx.match import comparable
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
-from zipfx.repair.layerwise import Refitted
+from zipfx.repair import Refitted
 from zipfx.report.files.made import extra_texts
 from zipfx.text import summary
 

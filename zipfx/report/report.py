@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from zipfx.analysis.spaces.space_map import pinned_lines
-from zipfx.analysis.spaces.values import Pinned, Space
-from zipfx.match.matchers.matching import Matching, Merge, Pairs
-from zipfx.repair.layerwise import Refitted
+from zipfx.analysis import Pinned, Space, pinned_lines
+from zipfx.match import Matching, Merge, Pairs
+from zipfx.repair import Refitted
 from zipfx.text import table
 from zipfx.values import ByValue
 

@@ -11,7 +11,7 @@ from zipfx.checks import whole
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.one_to_one import one_to_one
 from zipfx.match.matchers.protocol import Options, check_merged
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 _MARGIN = 1e-12  # a smaller gain is rounding, and could go round in circles
 

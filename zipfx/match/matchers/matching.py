@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 from zipfx.values import ByValue
 
 

@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.protocol import Options, check_one_to_one
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from zipfx.match.matchers.greedy import join_one_by_one
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.one_to_one import one_to_one
 from zipfx.match.matchers.protocol import Options, check_merged
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 rustworkx: Any
 try:

@@ -13,7 +13,7 @@ from zipfx.checks import real
 from zipfx.errors import ZipError
 from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching, Merge
-from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
+from zipfx.observe import SIMILARITIES, Similarity, Statistics
 
 UnmergeRule = Literal["pinv", "lstsq"]
 UNMERGES: tuple[UnmergeRule, ...] = get_args(UnmergeRule)

@@ -9,7 +9,7 @@ import torch
 from zipfx.errors import ZipError
 from zipfx.match.matchers.matching import LinearMerge
 from zipfx.match.matchers.protocol import check_merged
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from zipfx.errors import ZipError
 from zipfx.match.matchers.greedy import join_in_rounds, join_one_by_one
 from zipfx.match.matchers.matching import Matching
 from zipfx.match.matchers.protocol import Options, check_merged
-from zipfx.observe.statistics import Statistics
+from zipfx.observe import Statistics
 
 
 @dataclass(frozen=True, repr=False)

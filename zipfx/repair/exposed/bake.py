@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.merge.module import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
+from zipfx.merge import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.model.running import Noting

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.merge.module import HEAD_KEY, SOURCE_KEY
+from zipfx.merge import HEAD_KEY, SOURCE_KEY
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.model.tensors import runs_as
 from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers

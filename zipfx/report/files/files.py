@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError, first_line
-from zipfx.merge.computed import find_computed, put_back_as_saved
-from zipfx.merge.module import MergedModule, homes
+from zipfx.merge import MergedModule, find_computed, homes, put_back_as_saved
 from zipfx.model.contents import check_models
 from zipfx.model.parametrized import how_computed
 from zipfx.modes import fixed_randomness, own_modes

@@ -15,13 +15,13 @@ from torch import fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from zipfx.errors import ZipError
-from zipfx.merge.module import HEADS
+from zipfx.merge import HEADS
 from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.report.files.recipe import GraphStep, Recipe, patched, recipe_of
 from zipfx.report.files.stored import further_names, kind, named
-from zipfx.trace.tree import own_tensors
+from zipfx.trace import own_tensors
 
 #: meta key of a merged module: a `Made`
 MADE = "zipfx_made"

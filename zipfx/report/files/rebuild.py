@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError
-from zipfx.merge.module import (
+from zipfx.merge import (
     BAKED,
     BAKED_KEY,
     HEAD_KEY,
@@ -29,8 +29,8 @@ from zipfx.merge.module import (
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.report.files.recipe import UNMERGE_NAME, GraphStep, Recipe, reads_of
+from zipfx.trace import ValueOf
 from zipfx.trace.nodes import ancestors
-from zipfx.trace.tree import ValueOf
 
 #: the value of a tensor of the merge, by its name, and the tensor of a model that it is in place of
 TakeTensor = Callable[[str, Tensor | None], Tensor]

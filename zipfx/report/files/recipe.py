@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.errors import ZipError
-from zipfx.merge.module import BAKED, BAKED_KEY, HEAD_KEY, HEADS, INSERTED, SOURCE_KEY, Part
+from zipfx.merge import BAKED, BAKED_KEY, HEAD_KEY, HEADS, INSERTED, SOURCE_KEY, Part
 from zipfx.model.callables import name_of_callable, without_addresses
 from zipfx.model.calls import EXPECTATIONS
 from zipfx.model.contents import attributes, code_of

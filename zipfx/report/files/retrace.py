@@ -10,13 +10,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError
-from zipfx.observe.examples import example_arguments, example_batch
+from zipfx.observe import example_arguments, example_batch
 from zipfx.report.files.recipe import Recipe, misfit
 from zipfx.report.files.stand_ins import Traced, drawn
 from zipfx.report.files.stored import named
-from zipfx.trace.by_example import ExampleTracer, with_tensors
-from zipfx.trace.symbolic import Tracer
-from zipfx.trace.tracing import trace, ways
+from zipfx.trace import ExampleTracer, Tracer, trace, ways, with_tensors
 
 _META = torch.device("meta")
 Make = Callable[[], fx.Tracer | None]

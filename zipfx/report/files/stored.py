@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zipfx.errors import ZipError, first_line
 from zipfx.report.format.container import DTYPES
-from zipfx.trace.tree import own_tensors
+from zipfx.trace import own_tensors
 
 _PLAIN = (Tensor, nn.Parameter)
 
