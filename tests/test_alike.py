@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zipfx
 from zipfx import ZipError
 from zipfx.trace.align.alignment import aligned
+from zipfx.trace.align.cut import last_node
 from zipfx.trace.align.numbering import number
-from zipfx.trace.cut import last_node
 from zipfx.trace.tracing import trace
 
 

@@ -26,7 +26,7 @@ from zipfx.analysis.labels.labels import overlapping
 from zipfx.analysis.spaces.reorder import select
 from zipfx.merge.assemble import Assembly
 
-ZIP = importlib.import_module("zipfx.pipeline")
+ZIP = importlib.import_module("zipfx.merge.fused")
 # their trunks write into values that were handed on before: nothing to compare node by node
 IN_PLACE = {"Inplace", "InplaceInput", "AliasAcrossCut"}
 

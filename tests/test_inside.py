@@ -233,8 +233,8 @@ def observed(model: nn.Module, space: str, data: Sequence[Any], places: int) -> 
     module = trace(model)
     spaces = run_analysis(module, (data[0][0][0][:2],)).spaces
     wanted = [replace_places(spaces[space], places)]
-    found, _ = observe([module], wanted, data, choose=lambda s: s.places)
-    return [o.statistics().covariance for o in found[space]]
+    seen = observe([module], wanted, data, choose=lambda s: s.places)
+    return [o.statistics().covariance for o in seen.observers(space)]
 
 
 def replace_places(space: zipfx.Space, most: int) -> zipfx.Space:

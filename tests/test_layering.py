@@ -17,8 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: a file imports from its own room, and from those before it
 ROOMS = """
     errors hashing checks values text modes
-    model trace analysis observe match merge repair report
-    pipeline
+    model trace analysis observe match merge repair
+    arguments report pipeline
 """.split()
 #: rooms whose files are imported by their names, as they are no stages
 HELPERS = ("zipfx.model", "zipfx.trace.nodes", "zipfx.analysis.rules")

@@ -125,11 +125,11 @@ def test_every_space_of_a_network_is_observed_where_it_is_read() -> None:
     data = [torch.randn(20, 3).double() for _ in range(4)]
     modules = [trace(net) for net in nets]
     spaces = run_analysis(modules[0], (data[0],)).spaces
-    observers, batches = observe(modules, spaces, calibration(data, 2), choose=PLACES["last"])
-    assert batches == 4
+    seen = observe(modules, spaces, calibration(data, 2), choose=PLACES["last"])
+    assert seen.batches == 4
     with torch.no_grad():
         for name, last in (("0", 2), ("2", 4)):
-            (observer,) = observers[name]
+            (observer,) = seen.observers(name)
             read = torch.cat([net[:last](torch.cat(data)) for net in nets], 1)
             expected = torch.cov(read.T, correction=0)
             torch.testing.assert_close(observer.statistics().covariance, expected)

@@ -419,7 +419,7 @@ def test_a_stream_that_is_written_to_later_is_not_what_the_layer_knows(
                 F.relu(x, inplace=True)
             return self.h(y + x)
 
-    stage, steps = sys.modules["zipfx.pipeline"], []
+    stage, steps = sys.modules["zipfx.repair.layerwise"], []
 
     def spy(*arguments: Any) -> Any:
         found = plan_targets(*arguments)

@@ -17,7 +17,8 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zipfx
-from zipfx.trace.tracing import NOTES, trace
+from zipfx.trace.record import record_of
+from zipfx.trace.tracing import trace
 
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 
@@ -244,7 +245,7 @@ def test_python_is_answered_and_the_batch_stays_free(name: str) -> None:
     ],
 )
 def test_what_was_taken_for_granted_is_noted(forward: Any, inputs: Any, about: str | None) -> None:
-    notes = trace(Given(forward), inputs=(inputs,)).meta[NOTES]
+    notes = record_of(trace(Given(forward), inputs=(inputs,))).notes
     assert "traced with mask=None, as in the example inputs" in notes
     shapes = [tuple(t.shape) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
     ending = f"; traced for inputs of shape {shapes}"
@@ -256,7 +257,7 @@ def test_what_was_taken_for_granted_is_noted(forward: Any, inputs: Any, about: s
 @pytest.mark.parametrize("name", ["chunks", "star", "filled", "assert", "dict"])
 def test_what_holds_for_every_size_is_not_noted(name: str) -> None:
     forward, inputs = FOLLOWED[name]
-    notes = trace(Given(forward), inputs=(inputs,)).meta[NOTES]
+    notes = record_of(trace(Given(forward), inputs=(inputs,))).notes
     assert notes == ["traced with mask=None, as in the example inputs"]
 
 
@@ -275,7 +276,7 @@ def test_an_argument_that_is_none_is_none_and_one_that_is_given_is_not() -> None
     assert error(run(model, (x,)), run(trace(model, inputs=(x,)), (x,))) == 0
     traced = trace(model, inputs=(x, mask))
     assert error(run(model, (x, mask)), run(traced, (x, mask))) == 0
-    assert traced.meta[NOTES] == []
+    assert record_of(traced).notes == ()
 
 
 class Unions(nn.Module):
@@ -301,7 +302,7 @@ def test_symbols_are_kept_where_none_makes_no_difference() -> None:
             return F.scaled_dot_product_attention(x, x, x, mask)
 
     traced = trace(Attention(), inputs=(torch.randn(2, 3, 4),))
-    assert traced.meta[NOTES] == []
+    assert record_of(traced).notes == ()
     x, mask = torch.randn(2, 3, 4), torch.ones(3, 3).tril().bool()
     assert error(run(Attention(), (x, mask)), run(traced, (x, mask))) == 0
 
@@ -482,13 +483,13 @@ class Wrapped(Binary):
 
 
 def test_a_backward_that_is_lost_is_noted() -> None:
-    (note,) = trace(Binary()).meta[NOTES]
+    (note,) = record_of(trace(Binary())).notes
     assert "the backward of Sign is not part of the result" in note
-    (note,) = trace(Binary(), inputs=[torch.randn(2, 3)]).meta[NOTES]
+    (note,) = record_of(trace(Binary(), inputs=[torch.randn(2, 3)])).notes
     assert "marked with torch.fx.wrap" in note
-    assert trace(Decorated()).meta[NOTES] == []
+    assert record_of(trace(Decorated())).notes == ()
     kept = trace(Wrapped())
-    assert kept.meta[NOTES] == []
+    assert record_of(kept).notes == ()
     kept(torch.randn(2, 3)).sum().backward()
     assert kept.a.weight.grad is not None
     assert kept.a.weight.grad.any()

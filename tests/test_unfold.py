@@ -14,7 +14,8 @@ from torchvision.models import swin_transformer
 
 import zipfx
 from zipfx.repair.exposed.unfold import unfold
-from zipfx.trace.tracing import NOTES, trace
+from zipfx.trace.record import record_of
+from zipfx.trace.tracing import trace
 
 UNCHANGED = 1e-9
 
@@ -280,7 +281,7 @@ def test_transformers_of_torch_are_looked_into(options: Any) -> None:
     model, data = made(lambda: Encoding(**options)), batches(WORDS, 20)
     module = trace(model, inputs=data[0])
     assert torch.backends.mha.get_fastpath_enabled() == enabled
-    assert not module.meta[NOTES]
+    assert not record_of(module).notes
     assert "encoder.layers.1.linear2" in {n.target for n in module.graph.nodes}
     models = [model, permuted(model, data[0])]
     for cut in (None, "encoder.layers.0", "encoder.layers.1.linear1"):

@@ -5,7 +5,7 @@ they met is grouped (`grouping`), and the map of all spaces (`spaces`) is checke
 Gives an `Analysis`: the `SpaceMap`, and the facts of every node.
 """
 
-from zipfx.analysis.analysis import Analysis, analyze, checked, run_analysis
+from zipfx.analysis.analysis import Analysis, analyze, analyze_trunk, run_analysis
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.labels.facts import Facts, NodeFacts
 from zipfx.analysis.labels.inside import Tap
@@ -30,8 +30,8 @@ __all__ = [
     "SpaceMap",
     "Tap",
     "analyze",
+    "analyze_trunk",
     "by_rows",
-    "checked",
     "mix",
     "overlapping",
     "pinned_lines",

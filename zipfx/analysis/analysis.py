@@ -25,7 +25,7 @@ from zipfx.model.calls import in_order
 from zipfx.model.contents import check_visible
 from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
-from zipfx.trace import trace
+from zipfx.trace import TracedModels, trace, unpacked
 from zipfx.trace.nodes import module_path
 
 
@@ -56,6 +56,13 @@ class Analysis:
             if left[i].kind == Kind.DATA and any(at[user] > last for user in node.users)
         )
         return replace(self, crossing=crossing)._regroup(last)
+
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether the model writes into what it is given."""
+        nodes = list(self.module.graph.nodes)
+        inputs = {i for i, n in enumerate(nodes) if n.op == "placeholder"}
+        return any(inputs & fact.writes for fact in self.facts.nodes)
 
     def pin(self, names: Collection[str], reason: str) -> Analysis:
         """The same analysis with the features of these spaces left where they are."""
@@ -148,6 +155,18 @@ def run_analysis(
         grouping = group(facts)
         found = Analysis(module, facts, grouping, _find_spaces(module, facts, grouping, {}))
         return checked(found, inputs, seed=seed) if verify else found
+
+
+def analyze_trunk(traced: TracedModels, *, verify: bool = True, seed: int = 0) -> Analysis:
+    """`run_analysis` of the first of K models that correspond, as seen by their trunk; this may end
+    some nodes later, where a tuple that it makes has been taken apart."""
+    module, given = traced.modules[0], traced.given
+    if traced.last == len(module.graph.nodes) - 1:
+        return run_analysis(module, traced.inputs, verify=verify, seed=seed, given=given)
+    found = run_analysis(module, traced.inputs, verify=False, given=given)
+    tuples = [i for i, f in enumerate(found.facts.nodes) if f.values and not f.is_tensor]
+    found = found.cut(unpacked(traced.modules, traced.last, tuples))
+    return checked(found, traced.inputs, seed=seed) if verify else found
 
 
 def _find_spaces(

@@ -42,7 +42,7 @@ from zipfx.model.tensors import (
     named_tensors,
 )
 from zipfx.modes import as_caller, as_library
-from zipfx.trace import NOTES
+from zipfx.trace import record_of
 from zipfx.trace.nodes import spot
 
 aten = torch.ops.aten
@@ -296,7 +296,7 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
             f"forward writes to {name!r}, which shares memory with another parameter or buffer: "
             "make them one, or give them memory of their own"
         )
-    notes = dict.fromkeys((*module.meta.get(NOTES, ()), *mode.notes, *mode.starts.pin()))
+    notes = dict.fromkeys((*record_of(module).notes, *mode.notes, *mode.starts.pin()))
     notes |= dict.fromkeys(
         f"no row of the example inputs comes to what {where} chooses: give more of them"
         for where in mode.empty

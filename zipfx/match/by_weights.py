@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from zipfx.errors import ZipError
 from zipfx.match.axis_maps import Move, columns, plan
 from zipfx.match.matchers.matching import Matching, Merge, joined_pairs
 from zipfx.match.matchers.one_to_one import Permute
-from zipfx.match.spaces import Matched, block_similarity, inside, match_space
+from zipfx.match.matchers.protocol import Needs
+from zipfx.match.spaces import Matched, block_similarity, match_space
 from zipfx.model.tensors import as_real, widened
-from zipfx.observe import Statistics
+from zipfx.observe import Statistics, inside
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Weights:
     """
 
     sweeps: int = 100
+    needs: ClassVar[Needs] = "weights"
 
     def __post_init__(self) -> None:
         whole("sweeps", self.sweeps, 1)

@@ -8,8 +8,7 @@ blocks, and inside every block they are matched by the chosen matcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,33 +23,12 @@ from zipfx.match.axis_maps import axis_map
 from zipfx.match.matchers.matching import LinearMerge, Matching, Merge, Pairs, joined_pairs
 from zipfx.match.matchers.one_to_one import Identity, Permute
 from zipfx.match.matchers.protocol import Matcher
-from zipfx.observe import Statistics
+from zipfx.observe import Statistics, inside, observed
 
 Matched = dict[str, tuple[Merge, Pairs]]
 Take = Callable[[str], Statistics]
 
 _CANDIDATES = 8  # blocks of another model that are compared in full with each one
-
-
-def observed(spaces: Sequence[Space]) -> list[Space]:
-    """The spaces whose own places are observed: blocks are known by the features inside them."""
-    known = {block.space for s in spaces if not s.of_blocks and s.places for block in s.within}
-    return [s for s in spaces if s.name not in known]
-
-
-def comparable(space: Space) -> Space:
-    """A space with those of its places that have the same rows in all models."""
-    return replace(space, places=tuple(p for p in space.places if not p.chosen))
-
-
-def unknown(spaces: Sequence[Space], seen: Collection[str]) -> set[str]:
-    """Names of the spaces of which nothing was observed, in themselves or in what lies in them.
-
-    seen: names of the spaces of which something was.
-    """
-    blind = {s.name for s in observed(spaces) if s.name not in seen}
-    blocks = {s.name: {i.name for i in inside(s, spaces)} for s in spaces if s.of_blocks}
-    return blind | {name for name, inner in blocks.items() if inner and inner <= blind}
 
 
 def match_spaces(
@@ -106,11 +84,6 @@ def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> Merge
         indices.append((mine, torch.arange(start, start + size)))
         start += size
     return _joined(parts, indices, statistics.sizes, space.size)
-
-
-def inside(blocks: Space, spaces: Iterable[Space]) -> list[Space]:
-    """The spaces of features that lie in these blocks."""
-    return [s for s in spaces if any(block.space == blocks.name for block in s.within)]
 
 
 def _aligned(space: Space, statistics: Statistics, matched: Matched) -> Statistics:

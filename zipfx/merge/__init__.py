@@ -5,14 +5,8 @@ W* = sum_k M_k W_k U_k, with a head for each model behind the cut.
 """
 
 from zipfx.merge.assemble import Assembly
-from zipfx.merge.computed import (
-    Limit,
-    constrained,
-    find_computed,
-    limits,
-    put_back,
-    put_back_as_saved,
-)
+from zipfx.merge.derived.computed import Limit, find_computed, put_back_as_saved
+from zipfx.merge.fused import Fused, fuse_models
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import (
     BAKED,
@@ -24,12 +18,10 @@ from zipfx.merge.module import (
     MergedModule,
     Part,
     build,
-    copy_modes,
     head,
     homes,
     planted,
 )
-from zipfx.merge.singular import renew
 
 __all__ = [
     "BAKED",
@@ -39,19 +31,16 @@ __all__ = [
     "INSERTED",
     "SOURCE_KEY",
     "Assembly",
+    "Fused",
     "HeadPlan",
     "Limit",
     "MergedModule",
     "Part",
     "build",
-    "constrained",
-    "copy_modes",
     "find_computed",
+    "fuse_models",
     "head",
     "homes",
-    "limits",
     "planted",
-    "put_back",
     "put_back_as_saved",
-    "renew",
 ]

@@ -18,7 +18,7 @@ from zipfx.merge.heads import HeadPlan, plan_head
 from zipfx.merge.module import MergedModule, Part, build, planted
 from zipfx.model.graph_module import plain
 from zipfx.model.tensors import constant_names, inexact, named_tensors
-from zipfx.trace import EXPECTS, ValueOf, counterparts, same_graph
+from zipfx.trace import ValueOf, counterparts, record_of, same_graph
 from zipfx.trace.nodes import tensors_at
 
 _MADE = (Kind.WEIGHT, Kind.CONSTANT)
@@ -39,7 +39,7 @@ class Assembly:
         nodes = list(source.graph.nodes)
         root, unused = self._planted(nodes, [])
         graph = fx.Graph()
-        seen = copy_trunk(graph, nodes[:-1], source.meta[EXPECTS])
+        seen = copy_trunk(graph, nodes[:-1], record_of(source).expects)
         graph.output(fx.node.map_arg(nodes[-1].args[0], seen.__getitem__))
         notes = [
             f"kept though the traced graph does not use it: {', '.join(names)}"
@@ -58,7 +58,7 @@ class Assembly:
         nodes = [list(module.graph.nodes) for module in self.modules]
         root, unused = self._planted(trunk, plans)
         graph = fx.Graph()
-        seen = copy_trunk(graph, trunk, source.meta[EXPECTS])
+        seen = copy_trunk(graph, trunk, record_of(source).expects)
         copies = {i: seen[n] for i, n in enumerate(nodes[0]) if n in seen}
         graph.output(
             tuple(copy_head(graph, root, nodes[k], copies, p, k) for k, p in enumerate(plans))

@@ -4,12 +4,20 @@ Takes the models' trunks side by side, the spaces, and calibration data. Gives, 
 joint mean and covariance of the features of all models (`Statistics`).
 """
 
-from zipfx.observe.choose_places import PLACES
+from zipfx.observe.choose_places import (
+    PLACES,
+    Choose,
+    comparable,
+    inside,
+    observed,
+    pin_hidden,
+    unknown,
+)
 from zipfx.observe.data import BatchToArgs, Calibration, calibration
-from zipfx.observe.examples import example_arguments, example_batch, first_call, guessed_input
+from zipfx.observe.examples import Example, example_arguments, example_batch, example_of
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.moments import Moments, pooled
-from zipfx.observe.observer import combine
+from zipfx.observe.observer import Seen
 from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
 
 __all__ = [
@@ -17,15 +25,21 @@ __all__ = [
     "SIMILARITIES",
     "BatchToArgs",
     "Calibration",
+    "Choose",
+    "Example",
     "Moments",
+    "Seen",
     "Similarity",
     "Statistics",
     "calibration",
-    "combine",
+    "comparable",
     "example_arguments",
     "example_batch",
-    "first_call",
-    "guessed_input",
+    "example_of",
+    "inside",
     "observe",
+    "observed",
+    "pin_hidden",
     "pooled",
+    "unknown",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
-from zipfx.analysis import Place, Space
+from zipfx.analysis import Analysis, Place, Space
 
 Choose = Callable[[Space], Sequence[Place]]
 
@@ -61,3 +62,38 @@ PLACES: dict[str, Choose] = {
     "source": reads_and_source,
     "all": everywhere,
 }
+
+
+def observed(spaces: Sequence[Space]) -> list[Space]:
+    """The spaces whose own places are observed: blocks are known by the features inside them."""
+    known = {block.space for s in spaces if not s.of_blocks and s.places for block in s.within}
+    return [s for s in spaces if s.name not in known]
+
+
+def comparable(space: Space) -> Space:
+    """A space with those of its places that have the same rows in all models."""
+    return replace(space, places=tuple(p for p in space.places if not p.chosen))
+
+
+def unknown(spaces: Sequence[Space], seen: Collection[str]) -> set[str]:
+    """Names of the spaces of which nothing was observed, in themselves or in what lies in them.
+
+    seen: names of the spaces of which something was.
+    """
+    blind = {s.name for s in observed(spaces) if s.name not in seen}
+    blocks = {s.name: {i.name for i in inside(s, spaces)} for s in spaces if s.of_blocks}
+    return blind | {name for name, inner in blocks.items() if inner and inner <= blind}
+
+
+def inside(blocks: Space, spaces: Iterable[Space]) -> list[Space]:
+    """The spaces of features that lie in these blocks."""
+    return [s for s in spaces if any(block.space == blocks.name for block in s.within)]
+
+
+def pin_hidden(analysis: Analysis) -> Analysis:
+    """The same analysis with the features of spaces left where they are that can be observed
+    nowhere."""
+    reason = "lies inside one node of the traced graph, where it can not be observed"
+    while hidden := [s.name for s in observed(tuple(analysis.spaces)) if not s.places]:
+        analysis = analysis.pin(hidden, reason)
+    return analysis

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from zipfx.model.calls import given, in_order, spelled, surplus
 from zipfx.model.tensors import first_samples, map_tensors
 from zipfx.modes import as_caller
 from zipfx.observe.data import Arguments, Calibration
+
+_MANY = 256  # samples to analyse with, where two do not come everywhere
 
 
 def example_batch(example: Any, device: torch.device) -> Arguments:
@@ -72,6 +74,53 @@ def first_call(
                     "in none"
                 )
     return found, by_name, data, notes
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """What K models are traced and analysed with.
+
+    inputs: one value for each placeholder; by_name: the names of the last of them; data: the
+    calibration data without what forward is not to be given; given: what messages call the inputs;
+    guessed, left_out: notes of inputs that were drawn, and of entries of batches that are not used;
+    more: gives more samples of the data, if the inputs are some.
+    """
+
+    inputs: tuple[Any, ...]
+    by_name: tuple[str, ...]
+    data: Calibration | None
+    given: str
+    guessed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    more: Callable[[], tuple[Any, ...]] | None = None
+
+
+def example_of(
+    model: nn.Module, data: Calibration | None, example: Any, device: torch.device
+) -> Example:
+    """The inputs that the caller gives, else the first samples of the data, else random ones.
+
+    Raises:
+        ZipError: see `first_call` and `guessed_input`.
+    """
+    guessed: tuple[str, ...] = ()
+    own = data is not None and example is None
+    if data is None and example is None:
+        example = guessed_input(model)
+        guessed = (
+            f"analysed with random inputs of shape {tuple(example.shape)}, guessed from the first "
+            "weight: pass example_inputs=... to choose",
+        )
+    inputs, by_name, kept, left_out = first_call(model, data, example, device)
+    return Example(
+        inputs,
+        by_name,
+        kept,
+        "the first samples of calib_loader" if own else "example_inputs",
+        guessed,
+        tuple(left_out),
+        (lambda: first_call(model, kept, None, device, _MANY)[0]) if own else None,
+    )
 
 
 def example_arguments(

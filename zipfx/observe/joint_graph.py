@@ -22,7 +22,7 @@ from zipfx.model.tensors import clone_tensors
 from zipfx.modes import as_caller
 from zipfx.observe.choose_places import Choose, reads_and_source
 from zipfx.observe.data import Calibration
-from zipfx.observe.observer import Observer
+from zipfx.observe.observer import Observer, Seen
 from zipfx.trace.nodes import describe
 
 
@@ -90,9 +90,9 @@ def observe(
     clone_inputs: bool = False,
     choose: Choose = reads_and_source,
     progress: bool = False,
-) -> tuple[dict[str, list[Observer]], int]:
-    """The observers of every space, filled (those that a sample came to; a space in which nothing
-    ever varies has no entry), and how many batches were read.
+) -> Seen:
+    """The statistics of every space at the places to which a sample came (a space in which nothing
+    ever varies has none).
 
     Args:
         modules: K traced models that correspond.
@@ -132,7 +132,7 @@ def observe(
             reached.setdefault(name, []).append(observer)
         if not any(bool(o.moments.variance().any()) for o in reached.get(name, ())):
             reached.pop(name, None)  # nothing varies there
-    return reached, batches
+    return Seen(reached, batches)
 
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

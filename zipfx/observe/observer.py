@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,3 +125,28 @@ def _alike(statistics: Statistics, similarity: Similarity) -> Tensor:
 def _scaled(moments: Tensor) -> Tensor:
     """Second moments in units of their mean diagonal entry."""
     return moments / moments.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
+
+
+class Seen:
+    """Statistics of the spaces, given out one by one and freed.
+
+    names: of the spaces of which something was observed, of those that were given out, too;
+    batches: how many were read; samples: of each space that was given out, how many it had.
+    """
+
+    def __init__(self, observers: Mapping[str, Sequence[Observer]], batches: int) -> None:
+        self._observers = dict(observers)
+        self.names, self.batches = frozenset(observers), batches
+        self.samples: dict[str, int] = {}
+
+    def observers(self, name: str) -> Sequence[Observer]:
+        """Of a space that was not given out yet."""
+        return self._observers[name]
+
+    def take(
+        self, name: str, similarity: Similarity = "correlation", moment: bool = False
+    ) -> Statistics:
+        """The statistics of a space (see `combine`), once: they are not kept."""
+        found = combine(self._observers.pop(name), similarity, moment)
+        self.samples[name] = found.count
+        return found

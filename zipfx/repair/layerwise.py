@@ -18,13 +18,16 @@ from tqdm import tqdm
 
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
-from zipfx.model.running import State, evaluating
+from zipfx.merge import Fused
+from zipfx.model.running import State, evaluating, state_of
 from zipfx.observe import Calibration, Moments
 from zipfx.repair.batches import Batch, Line, Room, Run, gathered
-from zipfx.repair.exposed.unfold import title
+from zipfx.repair.exposed.bake import bake, with_plain_weights
+from zipfx.repair.exposed.unfold import title, unfold
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
-from zipfx.repair.targets import RefitStep
+from zipfx.repair.targets import RefitStep, plan_targets
+from zipfx.trace import TracedModels
 from zipfx.values import ByValue
 
 _HELD_OUT = 10  # every tenth image is
@@ -68,6 +71,29 @@ class Refit:
             raise ZipError(f"oversampling is {self.oversampling}: it must be above 0")
         real("memory", self.memory, 0)
 
+    def __call__(
+        self, fused: Fused, traced: TracedModels, data: Calibration, *, progress: bool = False
+    ) -> Repaired:
+        """See `Repair`: all layers of the merge towards what the models compute."""
+        merged = fused.module
+        state = state_of(merged, traced.inputs)
+        plain, bakeable = with_plain_weights(merged, traced.inputs, state.tensors)
+        wide = unfold(plain, traced.inputs)
+        wides = [unfold(m, traced.inputs, to_write=False) for m in traced.modules]
+        bounds = fused.limits([one.parameter for one in bakeable if not one.is_view])
+        loaders = len(data.loaders)
+        steps, left = plan_targets(
+            wide, fused.assembly, fused.plans, loaders, wides, state.tensors, bounds
+        )
+        states = [state, *traced.states]
+        refits, batches = refit(wide, wides, steps, data, self, states, progress=progress)
+        notes = [
+            *[f"not refitted: {', '.join(left)}"] * bool(left),
+            *_unfitted(refits),
+            *bake(merged, bakeable),
+        ]
+        return Repaired(batches, tuple(refits), tuple(notes))
+
 
 @dataclass(frozen=True, eq=False)
 class Refitted(ByValue):
@@ -82,6 +108,32 @@ class Refitted(ByValue):
     changed: int
     outputs: int
     unseen: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Repaired(ByValue):
+    """What a repair did: batches it has read (None: it needs none), layers it has refitted, and
+    notes for the report."""
+
+    batches: int | None
+    refits: tuple[Refitted, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _unfitted(refits: Sequence[Refitted]) -> list[str]:
+    """What refitting left as it was for want of data."""
+    unseen = [r.name for r in refits if r.unseen]
+    notes = []
+    if unseen:
+        notes.append(
+            "not refitted for want of data (each loader takes two samples, one to be held out): "
+            f"{', '.join(unseen)}"
+        )
+    if not any(r.changed for r in refits):
+        notes.append(
+            "the repair changed nothing: no layer that it could change got better on held-out data"
+        )
+    return notes
 
 
 def refit(

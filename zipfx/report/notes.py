@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch import nn
 
 from zipfx.analysis import Analysis, Space
-from zipfx.match import comparable
+from zipfx.arguments import Job
+from zipfx.match import Matches
+from zipfx.merge import Fused
 from zipfx.model.copies import hooked, structural_copy
 from zipfx.model.tensors import is_batch_norm
-from zipfx.repair import Refitted
+from zipfx.observe import Example, Seen, comparable
+from zipfx.repair import Repaired
 from zipfx.report.files.made import extra_texts
 from zipfx.text import summary
+from zipfx.trace import TracedModels, record_of
 
 
-def blind(spaces: Sequence[Space], names: Collection[str]) -> list[str]:
+@dataclass(frozen=True, eq=False)
+class Done:
+    """What every stage of a zip gave."""
+
+    job: Job
+    example: Example
+    traced: TracedModels
+    analysis: Analysis
+    seen: Seen | None
+    matches: Matches
+    fused: Fused
+    repaired: Repaired
+
+
+def all_notes(done: Done, last: Sequence[str]) -> Iterator[str]:
+    """The notes of a report, in the order of the stages; last: of what was done at the end."""
+    models, merged = done.job.models, done.fused.module
+    spaces = tuple(done.analysis.spaces)
+    yield from done.analysis.spaces.notes
+    yield from done.example.guessed
+    yield from done.traced.notes
+    yield from hooks(models)
+    yield from done.example.left_out
+    taken = dict.fromkeys(note for m in done.traced.modules for note in record_of(m).notes)
+    yield from (note for note in taken if note not in done.analysis.spaces.notes)
+    yield from few(spaces, {} if done.seen is None else done.seen.samples)
+    yield from unobserved(spaces, done.matches.blind)
+    yield from done.fused.notes
+    yield from done.repaired.notes
+    yield from last
+    yield from unrepaired(done.analysis, merged, done.job.repair_name)
+    extras = unlike_extras(done.traced.as_traced)
+    yield from (extras[path] for path, _ in merged.named_modules() if path in extras)
+    if done.job.partial is None:
+        yield from not_loadable(merged, models[0])
+
+
+def unobserved(spaces: Sequence[Space], names: Collection[str]) -> list[str]:
     """Spaces of which nothing was observed, so that they were matched by weights."""
     rows = [s.name for s in spaces if s.name in names and s.places and not comparable(s).places]
     left = [s.name for s in spaces if s.name in names and s.name not in rows]
@@ -55,32 +97,6 @@ def hooks(models: Sequence[nn.Module]) -> list[str]:
         for k, model in enumerate(models)
         if (paths := hooked(model))
     ]
-
-
-def unrepaired_norms(batches: int, unmeasured: Sequence[str]) -> list[str]:
-    """What repair="bn" left as it was."""
-    if not batches:
-        return ['repair="bn" changed nothing: the merge has no BatchNorm']
-    return [
-        "BatchNorms to which fewer than two values came are as they were fused: "
-        + ", ".join(unmeasured)
-    ] * bool(unmeasured)
-
-
-def unfitted(refits: Sequence[Refitted]) -> list[str]:
-    """What refitting left as it was for want of data."""
-    unseen = [r.name for r in refits if r.unseen]
-    notes = []
-    if unseen:
-        notes.append(
-            "not refitted for want of data (each loader takes two samples, one to be held out): "
-            f"{', '.join(unseen)}"
-        )
-    if not any(r.changed for r in refits):
-        notes.append(
-            "the repair changed nothing: no layer that it could change got better on held-out data"
-        )
-    return notes
 
 
 def unrepaired(analysis: Analysis, merged: nn.Module, repair: str) -> list[str]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from zipfx.analysis import Pinned, Space, pinned_lines
 from zipfx.match import Matching, Merge, Pairs
+from zipfx.merge import HeadPlan
+from zipfx.model.callables import name_of_callable
 from zipfx.repair import Refitted
+from zipfx.report.files.made import Made, as_made
+from zipfx.report.files.stand_ins import Traced, described
+from zipfx.report.format.as_json import NOT_STORED
+from zipfx.report.measure import Stages, count_layers
+from zipfx.report.notes import Done, all_notes
 from zipfx.text import table
+from zipfx.trace import TracedModels
 from zipfx.values import ByValue
 
 
@@ -38,7 +49,8 @@ class Report(ByValue):
     model (flops for one sample); model_parameters and model_flops: of each original; seconds and
     bytes: per stage (bytes: peak memory at its end, of the device, or resident on a CPU);
     unmerges: explicit index_select nodes at the cut; batches: read by observe and by repair;
-    refits: what became of each layer that was refitted.
+    refits: what became of each layer that was refitted; traced, made: what the models were traced
+    with, and what the merge was like when it was made, for `zipfx.save`.
 
     Reports of equal merges are equal: seconds and bytes are of one run, so they do not count, and
     files leave them out.
@@ -61,6 +73,42 @@ class Report(ByValue):
     batches: dict[str, int]
     notes: tuple[str, ...] = field(default=())
     refits: tuple[Refitted, ...] = field(default=())
+    traced: Traced | None = field(default=None, repr=False, compare=False, metadata=NOT_STORED)
+    made: Made | None = field(default=None, repr=False, compare=False, metadata=NOT_STORED)
+
+    @classmethod
+    def of(
+        cls, done: Done, stages: Stages, flops: Sequence[int], last_notes: Sequence[str]
+    ) -> Report:
+        """The report of a zip; flops: of the merge, and of each model."""
+        job, traced, merged, matches = done.job, done.traced, done.fused.module, done.matches
+        spaces = done.analysis.spaces
+        repaired = {} if done.repaired.batches is None else {"repair": done.repaired.batches}
+        tracer = None if job.tracer is None else type(job.tracer).__qualname__
+        return cls(
+            models=len(job.models),
+            partial=job.partial,
+            matcher=name_of_callable(job.matcher),
+            repair=job.repair_name,
+            spaces=tuple(
+                SpaceReport.of(s, *matches.by_space[s.name], s.name in matches.observed)
+                for s in spaces
+            ),
+            layers=count_layers(done.analysis),
+            parameters=_parameters(merged),
+            model_parameters=tuple(map(_parameters, job.models)),
+            flops=flops[0],
+            model_flops=tuple(flops[1:]),
+            seconds=dict(stages.seconds),
+            bytes=dict(stages.bytes),
+            pinned=spaces.pinned,
+            unmerges=_unmerges(traced, done.fused.plans),
+            batches={"observe": 0 if done.seen is None else done.seen.batches, **repaired},
+            refits=done.repaired.refits,
+            notes=tuple(all_notes(done, last_notes)),
+            traced=Traced(described(traced.inputs), tracer, traced.by_name),
+            made=as_made(merged, len(job.models), job.partial is not None),
+        )
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("space", "size", "within", "across", "correlation")]
@@ -112,6 +160,20 @@ class Report(ByValue):
             for r in self.refits
         ]
         return table(rows)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _unmerges(traced: TracedModels, plans: Sequence[HeadPlan]) -> tuple[str, ...]:
+    """Where the features of the models are restored, head by head."""
+    return tuple(
+        f"head {k} at {list(traced.modules[k].graph.nodes)[j].name}"
+        for k, plan in enumerate(plans)
+        for j, unmerges in plan.restored.items()
+        if unmerges
+    )
 
 
 _LEGEND = (

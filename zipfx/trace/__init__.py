@@ -4,32 +4,31 @@ Takes K modules and example inputs. Gives K graph modules that keep the names of
 (`align`) whose nodes correspond one by one up to the cut.
 """
 
-from zipfx.trace.align.alignment import aligned
-from zipfx.trace.align.correspond import check_constants, check_outputs, counterparts, same_graph
+from zipfx.trace.align.correspond import counterparts, same_graph
+from zipfx.trace.align.cut import unpacked
+from zipfx.trace.align.models import TracedModels, correspond, trace_all
 from zipfx.trace.by_example import ExampleTracer, with_tensors
-from zipfx.trace.cut import first_name, last_node, unpacked
+from zipfx.trace.record import KEY, record_of
 from zipfx.trace.symbolic import Tracer
-from zipfx.trace.tracing import EXPECTS, NOTES, trace, ways
+from zipfx.trace.tracing import trace, ways
 from zipfx.trace.tree import Tree, ValueOf, own_tensors, plant, plant_unused
 
 __all__ = [
-    "EXPECTS",
-    "NOTES",
+    "KEY",
     "ExampleTracer",
+    "TracedModels",
     "Tracer",
     "Tree",
     "ValueOf",
-    "aligned",
-    "check_constants",
-    "check_outputs",
+    "correspond",
     "counterparts",
-    "first_name",
-    "last_node",
     "own_tensors",
     "plant",
     "plant_unused",
+    "record_of",
     "same_graph",
     "trace",
+    "trace_all",
     "unpacked",
     "ways",
     "with_tensors",

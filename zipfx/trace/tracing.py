@@ -11,6 +11,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,24 +26,16 @@ from zipfx.model.running import decomposed, untouched
 from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller
 from zipfx.trace.by_example import ExampleTracer
-from zipfx.trace.flat import packed
+from zipfx.trace.record import KEY, Record, record_of
 from zipfx.trace.symbolic import OPENED, Tracer, is_tracing_code, refusing_autocast
 from zipfx.trace.tidy import (
     drop_answered,
     expectations,
     give_defaults,
+    packed,
     sink_shapes,
     written_in_place,
 )
-
-#: meta key of a traced module: names of tensors that forward wrote down as constants
-CONSTANTS = "zipfx_constants"
-#: meta key of a traced module: what its graph takes for granted, for the report
-NOTES = "zipfx_notes"
-#: meta key of a traced module: attributes that forward sets
-SETS = "zipfx_sets"
-#: meta key of a traced module: what its graph expects of its inputs, a list of `Expectation`
-EXPECTS = "zipfx_expects"
 
 
 def trace(
@@ -59,7 +52,7 @@ def trace(
     With `inputs` the graph is compared with the model, since a symbol is never None nor a tensor to
     `isinstance`. Where symbolic tracing fails or goes astray, Python's questions (how long is this
     list, is this size odd) are answered as for these inputs; the graph stays symbolic, and
-    `module.meta["zipfx_notes"]` says where forward went by a shape. Where that goes astray too,
+    the notes of its `Record` say where forward went by a shape. Where that goes astray too,
     `x += y` is taken for the write that it is, not for `x = x + y`.
 
     Args:
@@ -162,11 +155,13 @@ def _checked(
             if again:
                 raise _stateful(model, module)
             raise _astray(model, "outputs have other values")
-    module.meta[EXPECTS] = [
+    record = record_of(module)
+    expects = tuple(
         e
-        for e in module.meta[EXPECTS]
+        for e in record.expects
         if e.check is not expect_given or not _does_without(e, twin, module, inputs, arguments)
-    ]
+    )
+    module.meta[KEY] = replace(record, expects=expects)
     return module
 
 
@@ -221,7 +216,8 @@ def _astray(model: nn.Module, what: str) -> ZipError:
 
 
 def _stateful(model: nn.Module, module: fx.GraphModule) -> ZipError:
-    where = f" (forward sets {', '.join(module.meta[SETS])})" * bool(module.meta[SETS])
+    sets = record_of(module).sets
+    where = f" (forward sets {', '.join(sets)})" * bool(sets)
     return ZipError(
         f"{type(model).__name__} computes something else when it is run again{where}, and the "
         "traced graph does not: what forward keeps for the next call must be in a buffer "
@@ -262,19 +258,19 @@ def _traced(
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
     sets = _put_back(root, attributes, constants)
     module = GraphModule(twin, graph, type(model).__name__)
-    module.meta[SETS] = sets
-    module.meta[EXPECTS] = expects
-    module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
-    module.meta[NOTES] = list(aware.notes) if aware else []
     lost = [name for name in sets if name not in written_in_place(graph)]
-    if lost:
-        module.meta[NOTES].append(f"forward sets {', '.join(lost)}, which the result does not")
-    module.meta[NOTES] += [
-        f"the backward of {name} is not part of the result, since its forward was traced: call it "
-        "in a function marked with torch.fx.wrap to keep it"
-        for name in getattr(tracer, "functions", ())
+    notes = [
+        *(aware.notes if aware else ()),
+        *[f"forward sets {', '.join(lost)}, which the result does not"] * bool(lost),
+        *(
+            f"the backward of {name} is not part of the result, since its forward was traced: call "
+            "it in a function marked with torch.fx.wrap to keep it"
+            for name in getattr(tracer, "functions", ())
+        ),
     ]
-    return _with_tree(module, twin)
+    written_down = frozenset(dict(module.named_buffers())) - own
+    record = Record(written_down, tuple(notes), tuple(sets), tuple(expects))
+    return _with_tree(module, twin, record)
 
 
 def _twin(model: nn.Module, device: torch.device | None, folded: bool) -> nn.Module:
@@ -324,16 +320,13 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool)
             stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
             node.meta["nn_module_stack"] = stack
     module = GraphModule(twin, packed(twin.graph, type(model).__name__), type(model).__name__)
-    module.meta[CONSTANTS] = frozenset(model.meta.get(CONSTANTS, ()))
-    module.meta[NOTES] = list(model.meta.get(NOTES, ()))
-    module.meta[SETS] = []
-    module.meta[EXPECTS] = list(model.meta.get(EXPECTS, ()))
-    return _with_tree(module, twin)
+    return _with_tree(module, twin, replace(record_of(model), sets=()))
 
 
-def _with_tree(module: fx.GraphModule, twin: nn.Module) -> fx.GraphModule:
+def _with_tree(module: fx.GraphModule, twin: nn.Module, record: Record) -> fx.GraphModule:
+    module.meta[KEY] = record
     # constants are part of the code, not of the state
-    module._non_persistent_buffers_set = twin._non_persistent_buffers_set | module.meta[CONSTANTS]
+    module._non_persistent_buffers_set = twin._non_persistent_buffers_set | record.constants
     module.eval()
     check_names(module, module.graph)
     module.graph.lint()

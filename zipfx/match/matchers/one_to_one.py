@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 
 from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching
-from zipfx.match.matchers.protocol import Options, check_one_to_one
+from zipfx.match.matchers.protocol import Needs, Options, check_one_to_one
 from zipfx.observe import Statistics
 
 
@@ -25,6 +26,8 @@ class Identity:
     >>> Identity()(statistics, 2).assignment
     tensor([0, 1, 0, 1])
     """
+
+    needs: ClassVar[Needs] = "nothing"
 
     def __call__(
         self, statistics: Statistics, merged: int, *, across_only: bool = False

@@ -15,6 +15,8 @@ from zipfx.hashing import Ints
 from zipfx.match.matchers.matching import Matching, Merge
 from zipfx.observe import SIMILARITIES, Similarity, Statistics
 
+Needs = Literal["activations", "weights", "nothing"]
+NEEDS: tuple[Needs, ...] = get_args(Needs)
 UnmergeRule = Literal["pinv", "lstsq"]
 UNMERGES: tuple[UnmergeRule, ...] = get_args(UnmergeRule)
 
@@ -26,7 +28,8 @@ class Matcher(Protocol):
 
     A matcher is a pure function: no random numbers, no state, the same result on every call. Where
     a space has blocks (attention heads, convolution groups), these are matched beforehand, and the
-    matcher is called for the features of each set of matched blocks.
+    matcher is called for the features of each set of matched blocks. An attribute `needs` says what
+    it goes by, see `needs_of`.
 
     Your own, in a few lines: match features that vary most with one another, by rank.
 
@@ -132,6 +135,19 @@ def least_squares(matching: Matching, statistics: Statistics, ridge: float) -> T
     factor: Tensor = torch.linalg.cholesky(power)
     better = torch.cholesky_solve(lost.T.contiguous(), factor).T.cpu()
     return better.add_(matching.unmerge_matrix())
+
+
+def needs_of(matcher: Matcher) -> Needs:
+    """What a matcher goes by, which it says as `needs`: statistics of activations (by default), of
+    weights, or nothing, so that features are matched by their position where none are there.
+
+    Raises:
+        ZipError: it says something else.
+    """
+    needs: Needs = getattr(matcher, "needs", "activations")
+    if needs not in NEEDS:
+        raise ZipError(f"the matcher needs {needs!r}: choose one of {list(NEEDS)}")
+    return needs
 
 
 def wanted(matcher: Matcher) -> tuple[Similarity, bool]:

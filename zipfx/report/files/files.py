@@ -21,11 +21,11 @@ from zipfx.merge import MergedModule, find_computed, homes, put_back_as_saved
 from zipfx.model.contents import check_models
 from zipfx.model.parametrized import how_computed
 from zipfx.modes import fixed_randomness, own_modes
-from zipfx.report.files.made import MADE, as_made, check_as_made, extra_texts
+from zipfx.report.files.made import as_made, check_as_made, extra_texts
 from zipfx.report.files.rebuild import rebuilt
 from zipfx.report.files.recipe import Recipe
 from zipfx.report.files.retrace import off_meta, retraced
-from zipfx.report.files.stand_ins import TRACED, Traced, as_described
+from zipfx.report.files.stand_ins import Traced, as_described
 from zipfx.report.files.stored import (
     check_storable,
     further_names,
@@ -39,10 +39,10 @@ from zipfx.report.format.as_json import parsed, read, written
 from zipfx.report.format.container import LONGEST, contents, library, unsigned, write
 from zipfx.report.format.disk import replacing, text_path
 from zipfx.report.report import Report
+from zipfx.trace import KEY
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
 VERSION = 2
-REPORT = "zipfx"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
 
 
 def _of_a_merge(merged: Any) -> tuple[Report, Traced]:
-    report, traced = (getattr(merged, "meta", {}).get(key) for key in (REPORT, TRACED))
+    report = getattr(merged, "meta", {}).get(KEY)
+    traced = getattr(report, "traced", None)
     if hasattr(merged, "_orig_mod"):
         raise ZipError("the module was compiled (torch.compile): save the one that zip gave")
     if not (
@@ -274,9 +275,9 @@ def _loaded(
         raise ZipError(f"the file has a tensor {left[0]!r}, and the models do not: {_AS_SAVED}")
     _tie_alike(merged, found, header, tensors)
     _set_modes(merged, header)
-    merged.meta.update({TRACED: header.traced, REPORT: header.report})
     merged.to(home)
-    merged.meta[MADE] = as_made(merged, recipe.models, header.report.partial is not None)
+    made = as_made(merged, recipe.models, header.report.partial is not None)
+    merged.meta[KEY] = replace(header.report, traced=header.traced, made=made)
     return merged
 
 

@@ -21,10 +21,7 @@ from zipfx.model.contents import as_text
 from zipfx.model.graph_module import extra_state, has_extra_state
 from zipfx.report.files.recipe import GraphStep, Recipe, patched, recipe_of
 from zipfx.report.files.stored import further_names, kind, named
-from zipfx.trace import own_tensors
-
-#: meta key of a merged module: a `Made`
-MADE = "zipfx_made"
+from zipfx.trace import KEY, own_tensors
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def check_as_made(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:
     Raises:
         ZipError: it is not, or has hooks; the message names the first difference.
     """
-    made = merged.meta.get(MADE)
+    made = getattr(merged.meta.get(KEY), "made", None)
     if not isinstance(made, Made):
         raise ZipError("nothing is known of how it was made")
     for path, module in merged.named_modules():

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from zipfx.errors import ZipError, first_line
 
-#: meta key of a merged module: what its models were traced with
-TRACED = "zipfx_traced"
 #: entries that all tensors of drawn inputs may have; two images of 1024 x 1024 have 6 million
 LARGEST = 2**23
 #: the same on the "meta" device, where nothing is computed, but there are models that loop

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 #: levels of lists and dicts inside one another; what is deeper is not parsed
+#: metadata of a field of a dataclass that is not part of its text, and must have a default
+NOT_STORED = {"stored": False}
 DEEPEST = 100
 #: JSON has no numbers for these
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -33,7 +35,7 @@ def written(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {name: _plain(getattr(value, name)) for name in _stored(value)}
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -45,6 +47,11 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, float):
         raise ValueError(f"a {type(value).__name__} is no plain value")
     return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _stored(kind: Any) -> list[str]:
+    """The fields of a dataclass that are written: `field(metadata=NOT_STORED)` is not."""
+    return [f.name for f in dataclasses.fields(kind) if f.metadata != NOT_STORED]
 
 
 def read(kind: type[T], text: str) -> T:
@@ -118,7 +125,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
 
 def _dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
     kinds = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(kinds))
+    unknown = sorted(set(values) - set(_stored(kind)))
     if unknown:
         raise ValueError(f"{name} has no field {unknown[0]!r}")
     try:

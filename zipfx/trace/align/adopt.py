@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from zipfx.model.tensors import clone_tensors, inexact, leaves, map_tensors, nam
 from zipfx.modes import as_caller
 from zipfx.trace.align.numbering import Numbers, Use
 from zipfx.trace.nodes import describe
-from zipfx.trace.tracing import EXPECTS, NOTES, SETS
+from zipfx.trace.record import KEY, record_of
 from zipfx.trace.tree import Tree, plant, plant_unused
 
 TRUNK = "zipfx_trunk"  # where a model with a head of its own has the modules of the first model
@@ -77,7 +77,7 @@ def adopted(
     else:
         root, graph = _with_head(nodes[: last + 1], trunk.root, own, work.theirs, work.left)
     module = GraphModule(root, graph, type(own).__name__)
-    module.meta.update({key: own.meta[key] for key in (NOTES, SETS, EXPECTS)})
+    module.meta[KEY] = replace(record_of(own), constants=frozenset())
     module.eval()
     module.graph.lint()
     before = {weights[name].data_ptr(): t for name, t in exact.items()}

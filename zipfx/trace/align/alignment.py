@@ -19,9 +19,9 @@ from zipfx.errors import ZipError
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.trace.align.adopt import Differs, Work, adopted
 from zipfx.trace.align.correspond import differing, mismatch
+from zipfx.trace.align.cut import last_node
 from zipfx.trace.align.likeness import ambiguous, likened
 from zipfx.trace.align.numbering import Numbers, number
-from zipfx.trace.cut import last_node
 from zipfx.trace.nodes import describe, module_paths
 
 

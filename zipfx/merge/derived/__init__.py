@@ -1,0 +1,1 @@
+"""Derived: tensors of a merge that are functions of others, as they are in the models."""
