@@ -258,7 +258,7 @@ def test_what_was_taken_for_granted_is_noted(forward: Any, inputs: Any, about: s
 def test_what_holds_for_every_size_is_not_noted(name: str) -> None:
     forward, inputs = FOLLOWED[name]
     notes = record_of(trace(Given(forward), inputs=(inputs,))).notes
-    assert notes == ["traced with mask=None, as in the example inputs"]
+    assert notes == ("traced with mask=None, as in the example inputs",)
 
 
 def test_notes_reach_the_space_map_and_the_report() -> None:
