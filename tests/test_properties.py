@@ -35,7 +35,7 @@ from torch import Tensor
 
 import zipfx
 from zipfx.analysis.grouping import classes
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import Labels, beyond, support
 from zipfx.analysis.rules import reductions
 from zipfx.trace.tracing import trace
@@ -134,7 +134,7 @@ def test_merges_that_give_zeros_agree_or_not() -> None:
 
 
 # ------------------------------------------------------------------ sensitivity
-def no_blocks(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
+def no_blocks(constraints: Constraints, x: Labels, dims: set[int]) -> Labels:
     left = tuple(slot for slot in x.features if not support(slot) & dims)
     return replace(x, features=left, fixed=beyond(x.fixed, dims))
 
@@ -143,14 +143,14 @@ def nothing(*_: Any) -> None:
     return None
 
 
-def no_relation(ledger: Ledger, a: Any, b: Any, *_: Any, **__: Any) -> Any:
+def no_relation(constraints: Constraints, a: Any, b: Any, *_: Any, **__: Any) -> Any:
     return a, b
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a softmax over a part of the features makes no blocks": (reductions, "together", no_blocks),
-    "coordinates that meet features do not colour them": (Ledger, "entangle", nothing),
-    "features that meet are not related": (Ledger, "relate", no_relation),
+    "coordinates that meet features do not colour them": (Constraints, "entangle", nothing),
+    "features that meet are not related": (Constraints, "relate", no_relation),
 }
 
 

@@ -166,8 +166,8 @@ def sizes(model: nn.Module) -> list[int]:
 def rms(call: Call) -> Labels:
     """As a function: normalised over the last axis, then scaled feature by feature."""
     x = call.labels("x")
-    together(call.ledger, x, {len(x.shape) - 1})
-    return join(call.ledger, [x, call.labels("weight")], x.shape)
+    together(call.constraints, x, {len(x.shape) - 1})
+    return join(call.constraints, [x, call.labels("weight")], x.shape)
 
 
 # ------------------------------------------------------------------ before

@@ -1,4 +1,4 @@
-"""The ledger: everything that an analysis learns about labels, in the order it learns it.
+"""The constraints: everything that an analysis learns about labels, in the order it learns it.
 
 Features that meet one to one are one (an edge); where one label meets many, the finer belongs to
 the coarser (a member). A coordinate that can not be exchanged colours what it meets.
@@ -31,7 +31,7 @@ from zipfx.hashing import Hashes, Ints, as_they_come, hash64
 
 
 @dataclass
-class Ledger:
+class Constraints:
     """Everything learned so far; every entry names the graph node (by index) that taught it."""
 
     node: int = 0
