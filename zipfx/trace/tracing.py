@@ -254,9 +254,9 @@ def _traced(
     except Exception as error:
         raise ZipError(_untraceable(root, error)) from error
     give_defaults(graph)
-    expects = [] if inputs is None else expectations(graph, inputs, aware.asked if aware else ())
-    if aware:
-        drop_answered(graph, aware.asked)
+    asked: set[fx.Node] = aware.questions.asked if aware else set()
+    expects = [] if inputs is None else expectations(graph, inputs, asked)
+    drop_answered(graph, asked)
     sink_shapes(graph)
     constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
@@ -265,7 +265,7 @@ def _traced(
     module.meta[SETS] = sets
     module.meta[EXPECTS] = expects
     module.meta[CONSTANTS] = frozenset(dict(module.named_buffers())) - own
-    module.meta[NOTES] = list(aware.notes) if aware else []
+    module.meta[NOTES] = aware.notes if aware else []
     lost = [name for name in sets if name not in written_in_place(graph)]
     if lost:
         module.meta[NOTES].append(f"forward sets {', '.join(lost)}, which the result does not")
