@@ -16,7 +16,7 @@ PACKAGE = Path(zipfx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: a file imports from its own room, and from those before it
 ROOMS = """
-    errors hashing checks values text modes
+    version errors hashing checks values text modes
     model trace analysis observe match merge repair
     arguments report pipeline
 """.split()

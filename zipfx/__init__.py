@@ -32,6 +32,7 @@ from zipfx.observe import Statistics
 from zipfx.pipeline import zip
 from zipfx.repair import Refit, Refitted
 from zipfx.report import Report, load, save
+from zipfx.version import __version__
 
 __all__ = [
     "Axis",
@@ -56,6 +57,7 @@ __all__ = [
     "Weights",
     "Zip",
     "ZipError",
+    "__version__",
     "analyze",
     "head",
     "load",

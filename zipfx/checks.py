@@ -1,4 +1,4 @@
-"""Checks: what callers give."""
+"""Checks: what callers give is of the type and range that it should be, or a `ZipError`."""
 
 from __future__ import annotations
 

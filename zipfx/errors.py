@@ -1,4 +1,4 @@
-"""The one exception family of the library."""
+"""Errors: the one exception family of the library, and how other libraries' errors are quoted."""
 
 from __future__ import annotations
 

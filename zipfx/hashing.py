@@ -1,4 +1,4 @@
-"""Hashing: 64-bit hashes of arrays, which stand for what is equal."""
+"""Hashing: 64-bit hashes of arrays; equal hashes are taken for equal values."""
 
 from __future__ import annotations
 

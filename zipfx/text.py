@@ -1,4 +1,4 @@
-"""Text tables: aligned columns, long cells wrapped, many names in few."""
+"""Text: tables with aligned columns and wrapped cells, and many names in few."""
 
 from __future__ import annotations
 

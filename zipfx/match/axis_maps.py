@@ -1,4 +1,4 @@
-"""Fuse: one generic rule turns K weights into one, W* = sum_k M_k W_k U_k, axis by axis.
+"""Axis maps: what the merge matrix M and the unmerge matrix U do along each axis of each parameter.
 
 Every axis of every parameter is described by where its indices go (`AxisMap`): features of a
 space go to their merged feature, everything else stays.  A merge averages, an unmerge sums the

@@ -1,4 +1,4 @@
-"""Weigh: match the spaces of K models by their weights, without data (Git Re-Basin).
+"""By weights: match the spaces of K models by their weights, without data (Git Re-Basin).
 
 The models' parameters are brought into the order of one another, one space at a time while the
 others stay as they are, so that the sum of the inner products of all weights only ever grows

@@ -1,4 +1,4 @@
-"""Matchers: which features of the models become one. Each is callable alone."""
+"""Registry: the matchers by name, and the check of one that is given."""
 
 from __future__ import annotations
 

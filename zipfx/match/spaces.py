@@ -1,4 +1,4 @@
-"""Pairing: match every space of a map, blocks first, then the features inside matched blocks.
+"""Spaces: every space of a map is matched, blocks first, then the features inside matched blocks.
 
 The blocks of K models (attention heads, convolution groups) are matched one to one, by how well
 the features inside them can be.  Then each model's features are put in the order of the matched

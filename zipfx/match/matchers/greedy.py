@@ -1,4 +1,5 @@
-"""Greedy joining of features: one pair at a time on a CPU, many at a time on a GPU."""
+"""Greedy: the most similar groups of features are joined, one pair at a time on a CPU, many at a
+time on a GPU."""
 
 from __future__ import annotations
 

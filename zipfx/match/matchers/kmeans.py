@@ -1,4 +1,4 @@
-"""Match by k-means: clusters of features, whatever their number and models."""
+"""K-means: clusters of features, whatever their number and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of matching one feature space: which features of all models become one."""
+"""Matching: which features of all models become one, as M and U in a compact form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match one to one across models, by optimal assignment."""
+"""One to one: across models only, by optimal assignment or by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match by maximum weight matching on the general graph: the best pairs, within or across."""
+"""Optimal: maximum weight matching on the general graph; the best pairs, within or across."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every matcher is, what most can be told, and the checks they share."""
+"""Protocol: what every matcher is, the options that most take, and the checks they share."""
 
 from __future__ import annotations
 

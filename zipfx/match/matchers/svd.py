@@ -1,4 +1,4 @@
-"""The best linear merge of all: an upper limit for study, not a matching."""
+"""SVD: the best linear merge of all; an upper limit for study, not a matching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match greedily within and across models: the matching of ZipIt!."""
+"""Zip: greedy pairs within and across models, the matching of ZipIt!."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ inputs, modes, what is tied, and the report. Whatever reads safetensors can read
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from zipfx.report.format.container import LONGEST, contents, library, unsigned, 
 from zipfx.report.format.disk import replacing, text_path
 from zipfx.report.report import Report
 from zipfx.trace import KEY
+from zipfx.version import __version__
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
 VERSION = 2
@@ -123,7 +123,7 @@ def save(merged: fx.GraphModule, path: str | bytes | os.PathLike[str]) -> None:
     own = {name: t for name, t in tensors.items() if name not in further}
     header = Header(
         VERSION,
-        _version(),
+        __version__,
         torch.__version__,
         recipe,
         traced,
@@ -339,7 +339,7 @@ def _header(text: str, tensors: dict[str, Tensor]) -> Header:
         if about["version"] > VERSION:
             raise ZipError(
                 f"it was written by zipfx {about['zipfx']}, in version {about['version']} of the "
-                f"format, and zipfx {_version()} reads version {VERSION}: install a later zipfx"
+                f"format, and zipfx {__version__} reads version {VERSION}: install a later zipfx"
             )
         header = read(Header, text if about["version"] == 1 else unsigned(text, tensors))
         inputs = as_described(header.traced.inputs)  # which were written otherwise once
@@ -361,10 +361,3 @@ def _check_header(header: Header, models: int) -> None:
             f"its report is of {report.models} models, zipped up to {report.partial!r}, and its "
             f"graph of {models} models with heads {heads}; save it again"
         )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("zipfx")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -1,4 +1,4 @@
-"""Plain values: frozen dataclasses to strict JSON and back, checked against their annotations."""
+"""As JSON: frozen dataclasses to strict JSON and back, checked against their annotations."""
 
 from __future__ import annotations
 
