@@ -141,7 +141,7 @@ class _Descent:
                 total.addmm_(rows, rows.T, alpha=_FREE if free else 1)
         mean = torch.zeros(n, dtype=torch.float64, device=device)
         sizes = (space.size,) * self.models
-        return Statistics(1, mean, total, sizes, trusted=True)
+        return Statistics.trusted(count=1, mean=mean, covariance=total, sizes=sizes)
 
     def _rows(self, space: Space, axis: Axis, known: Mapping[str, Merge]) -> tuple[Tensor, bool]:
         """The weights of every feature on one axis, (N, d), and whether some were sorted since

@@ -74,7 +74,8 @@ def match_spaces(
 def _nothing_known(sizes: tuple[int, ...]) -> Statistics:
     """Statistics of features that all are alike, and none like another."""
     mean = torch.zeros(sum(sizes), dtype=torch.float64)
-    return Statistics(1, mean, torch.eye(len(mean), dtype=torch.float64), sizes, trusted=True)
+    alone = torch.eye(len(mean), dtype=torch.float64)
+    return Statistics.trusted(count=1, mean=mean, covariance=alone, sizes=sizes)
 
 
 def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> Merge:
@@ -179,7 +180,7 @@ def block_similarity(blocks: Space, inner: Sequence[tuple[Space, Statistics]]) -
                     total[a * n + lo : a * n + hi, b * n + lo : b * n + hi] += best * n / weight
     total = torch.maximum(total, total.T)
     mean = torch.zeros(models * n, dtype=torch.float64)
-    return Statistics(1, mean, total, (n,) * models, trusted=True)
+    return Statistics.trusted(count=1, mean=mean, covariance=total, sizes=(n,) * models)
 
 
 def _best_sums(cross: NDArray[np.float64], table: Ints) -> NDArray[np.float64]:
