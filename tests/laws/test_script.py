@@ -16,6 +16,7 @@ from torchvision.models import resnet18
 import zipfx
 from tests.helpers.laws import EXACT, error, merge, run, running_modules
 from tests.helpers.models import NETS, Net
+from zipfx.merge.origin import origin_of
 from zipfx.trace.tracing import trace
 
 pytestmark = [
@@ -96,7 +97,7 @@ def functions(merged: fx.GraphModule) -> set[str]:
     return {
         n.target.__name__
         for n in merged.graph.nodes
-        if n.op == "call_function" and "zipfx_source" not in n.meta
+        if n.op == "call_function" and origin_of(n).source is None
     }
 
 

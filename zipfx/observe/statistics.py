@@ -48,7 +48,7 @@ class Statistics(ByValue):
 
     def __post_init__(self) -> None:
         self._check_shapes()
-        self._check_values()
+        _check_values(self)
 
     @classmethod
     def trusted(
@@ -88,35 +88,6 @@ class Statistics(ByValue):
             raise ZipError(
                 f"the mean is {mean.dtype} and the covariance {covariance.dtype}: "
                 "convert both to torch.float64"
-            )
-
-    def _check_values(self) -> None:
-        if self.count < 1:
-            raise ZipError(f"the statistics are of {self.count} samples: at least 1 is needed")
-        if not 0 <= self.resolution < 1:
-            raise ZipError(f"the resolution is {self.resolution}: it must be in 0 .. 1, as an eps")
-        for name, values in (("mean", self.mean), ("covariance", self.covariance)):
-            broken = int((~values.isfinite()).sum())
-            if broken:
-                raise ZipError(
-                    f"{broken} of {values.numel()} entries of the {name} are not finite: "
-                    "look for inf or nan in the activations of the calibration data"
-                )
-        if not sum(self.sizes):
-            return
-        variance = self.covariance.diagonal()
-        if variance.min() < 0:
-            raise ZipError(
-                f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
-                f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
-            )
-        gap = float((self.covariance - self.covariance.T).abs().max())
-        largest = float(self.covariance.abs().max())
-        if gap > _ASYMMETRY * largest:
-            raise ZipError(
-                f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
-                f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
-                f"{_ASYMMETRY:g} is accepted)"
             )
 
     def select(self, index: Tensor, sizes: tuple[int, ...]) -> Statistics:
@@ -194,3 +165,36 @@ class Statistics(ByValue):
                 [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
         """
         return similarity(kind, self.mean, self.covariance, self.constant)
+
+
+def _check_values(statistics: Statistics) -> None:
+    """Raise ZipError unless they can be those of features."""
+    if statistics.count < 1:
+        raise ZipError(f"the statistics are of {statistics.count} samples: at least 1 is needed")
+    if not 0 <= statistics.resolution < 1:
+        raise ZipError(
+            f"the resolution is {statistics.resolution}: it must be in 0 .. 1, as an eps"
+        )
+    for name, values in (("mean", statistics.mean), ("covariance", statistics.covariance)):
+        broken = int((~values.isfinite()).sum())
+        if broken:
+            raise ZipError(
+                f"{broken} of {values.numel()} entries of the {name} are not finite: "
+                "look for inf or nan in the activations of the calibration data"
+            )
+    if not sum(statistics.sizes):
+        return
+    variance = statistics.covariance.diagonal()
+    if variance.min() < 0:
+        raise ZipError(
+            f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
+            f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
+        )
+    gap = float((statistics.covariance - statistics.covariance.T).abs().max())
+    largest = float(statistics.covariance.abs().max())
+    if gap > _ASYMMETRY * largest:
+        raise ZipError(
+            f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
+            f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
+            f"{_ASYMMETRY:g} is accepted)"
+        )
