@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.analysis.labels.constraints import Constraints, coordinates
+from zipfx.analysis.labels.constraints import Constraints
+from zipfx.analysis.labels.incidence import crosses
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
     beyond,
     broadcast,
+    coordinates,
     place,
     project,
     support,
@@ -192,7 +194,7 @@ def reduce(
         if other is not slot
         and (shared := support(slot) & support(other) & along)
         and not (told(fixed, shared, slot) or told(fixed, shared, other))
-        and constraints.crossing(slot, other, along)
+        and crosses(slot, other, along)
     ]
     crossed = {id(s): s for pair in pairs for s in pair}
     if crossed:
