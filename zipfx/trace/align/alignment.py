@@ -1,4 +1,4 @@
-"""Alike: models that compute the same, but are written differently, become one architecture.
+"""Alignment: models that compute the same, but are written differently, become one architecture.
 
 Two checkpoints of one network may come from different code: another library, `nn.ReLU` or
 `F.relu`, a dropout more or less, another eps of the BatchNorms.  What their graphs compute is
