@@ -146,3 +146,20 @@ def test_half_precision_models_are_merged_in_their_dtype(kind: torch.dtype) -> N
     assert {p.dtype for p in merged.parameters()} == {kind}
     x = torch.randn(16, 3, dtype=kind)
     torch.testing.assert_close(merged(x), net(x), rtol=2e-2, atol=2e-2)
+
+
+def test_statistics_are_given_out_once_and_freed() -> None:
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
+    data = [torch.randn(16, 4) for _ in range(3)]
+    modules = [trace(model) for model in nets]
+    spaces = run_analysis(modules[0], (data[0],)).spaces
+    seen = observe(modules, spaces, calibration(data, 2))
+    assert seen.names == {"0"}
+    assert seen.samples == {}
+    found = seen.take("0")
+    assert found.count == 48
+    assert seen.samples == {"0": 48}
+    assert seen.names == {"0"}  # it was seen
+    with pytest.raises(KeyError):
+        seen.take("0")
