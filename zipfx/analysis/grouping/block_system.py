@@ -1,4 +1,4 @@
-"""Nesting: what may be exchanged when features belong to blocks.
+"""Block system: what may be exchanged when features belong to blocks.
 
 Vertices are features and blocks; a pair (a, b) says that a belongs to b, or that the two meet.
 Colour refinement (Weisfeiler and Leman) finds classes of vertices that look alike.  Between two
@@ -8,31 +8,35 @@ them one vertex; of a larger part a new vertex becomes the parent.  Classes whos
 apart so (blocks that overlap without nesting) are left where they are.
 
 Vertices of a class may be exchanged with one another inside a *cell*: those that have the same
-parents.  A vertex moves with all its ancestors.
+parents.  A vertex moves with all its ancestors.  So the parts, and the cells, are systems of blocks
+of the permutation group that leaves the network's function alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from zipfx.analysis.grouping.block_state import BlockState, codes
 from zipfx.analysis.grouping.squares import closure, find_sides, rows_and_columns
-from zipfx.hashing import Flags, Hashes, Ints, hash64
+from zipfx.hashing import Flags, Hashes, Ints
 
 _ROUNDS = 100  # every round removes pairs, or adds a level: more is a fault
+_DERIVED = np.uint64(1)
 
 
 @dataclass(frozen=True)
-class Nesting:
+class BlockSystem:
     """Classes and blocks of n given vertices (joined ones share a number).
 
     vertex: (n,) number of each given vertex, below V; part: (n,) which of those that were joined
     into one it is, alike in all vertices of a class; kind: (V,) class; cell: (V,) vertices of one
     class that may be exchanged share a cell; child, ancestor: pairs of vertices, all generations;
-    side: of each pair, 1 where a column leads to the ancestor, else 0 (see `twofold`); row, column:
+    side: of each pair, 1 where a column leads to the ancestor, else 0 (see `squares`); row, column:
     (V,) the parents of vertices that have two of one class, else -1; overlapping: (V,) bool, left
     alone because blocks overlap.
     """
@@ -48,8 +52,19 @@ class Nesting:
     column: Ints
     overlapping: Flags
 
+    @staticmethod
+    def of(state: BlockState, parents: Parents) -> BlockSystem:
+        """Of a state in which nothing is left to rewrite."""
+        child, parent, side = parents.child, parents.parent, parents.side
+        ancestors = closure(child, parent, side, len(state.colour))
+        sides = rows_and_columns(child, parent, side, state.kind)
+        cell = state.cells(child, parent, parents.role)
+        return BlockSystem(
+            state.vertex, state.part, state.kind, cell, *ancestors, *sides, state.overlapping
+        )
 
-def nest(colour: Hashes, a: Ints, b: Ints, role: Hashes) -> Nesting:
+
+def find_blocks(colour: Hashes, a: Ints, b: Ints, role: Hashes) -> BlockSystem:
     """Find what may be exchanged.
 
     Args:
@@ -59,221 +74,171 @@ def nest(colour: Hashes, a: Ints, b: Ints, role: Hashes) -> Nesting:
 
     >>> heads = np.array([8, 8, 8, 9, 9, 9])  # two blocks, numbers 8 and 9, of three features
     >>> colour = np.array([1] * 6 + [2, 2, 3, 3], dtype=np.uint64)
-    >>> found = nest(colour, np.arange(6), heads, np.ones(6, dtype=np.uint64))
+    >>> found = find_blocks(colour, np.arange(6), heads, np.ones(6, dtype=np.uint64))
     >>> found.cell[:6] == found.cell[0], found.cell[8] == found.cell[9]
     (array([ True,  True,  True, False, False, False]), np.True_)
     """
-    state = _State(colour.copy(), a, b, role)
+    state = BlockState.of(colour, a, b, role)
     for _ in range(_ROUNDS):
-        parents = state.step()
-        if parents is not None:
-            return state.result(*parents)
-    state.hold(np.unique([state.a, state.b]))
-    state.a = state.b = np.zeros(0, np.int64)
-    state.role = np.zeros(0, np.uint64)
-    return state.result(state.a, state.b, state.role, state.a)
+        state = state.refined()
+        found = rewrite(state)
+        if isinstance(found, Parents):
+            return BlockSystem.of(state, found)
+        state = found
+    none, no_role = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+    state = replace(state.hold(np.unique([state.a, state.b])), a=none, b=none, role=no_role)
+    if len(state.kind) != len(state.colour):
+        state = state.refined()
+    return BlockSystem.of(state, Parents(none, none, no_role, none))
 
 
-_DERIVED, _ADOPTED = np.uint64(1), np.uint64(2)
+def rewrite(state: BlockState) -> BlockState | Parents:
+    """What the first rewriting that applies makes of a refined state; where none does, the parents
+    of every vertex."""
+    relations = Relations.of(state)
+    for by_relations in _BY_RELATIONS:
+        if (found := by_relations(state, relations)) is not None:
+            return found
+    parents = Parents.of(state, relations)
+    for by_parents in _BY_PARENTS:
+        if (found := by_parents(state, parents)) is not None:
+            return found
+    return parents
 
 
-class _State:
-    def __init__(self, colour: Hashes, a: Ints, b: Ints, role: Hashes) -> None:
-        self.colour = colour
-        self.vertex = np.arange(len(colour))
-        self.part = np.zeros(len(colour), np.uint64)
-        self.overlapping = np.zeros(len(colour), bool)
-        self.settled = np.zeros(0, np.int64)  # pairs that a common parent stands for
-        self.kind = np.zeros(0, np.int64)
-        self.a, self.b, self.role = a, b, role
+# ------------------------------------------------------------------ relations of classes
+@dataclass(frozen=True)
+class Relations:
+    """Of every pair (m,): its relation (pairs of one role between the same two classes), the
+    connected part of it, the part's number of a's and of b's, and whether the part is complete;
+    alone: whether it is the only one of its relation; same: whether a and b are of one class."""
 
-    def code(self, a: Ints, b: Ints) -> Ints:
-        """Pairs in either order as one number."""
-        low, high = np.minimum(a, b), np.maximum(a, b)
-        found: Ints = (low << 32) | high
-        return found
+    relation: Ints
+    part: Ints
+    p: Ints
+    q: Ints
+    full: Flags
+    alone: Flags
+    same: Flags
 
-    def tidy(self) -> None:
-        """Every pair once in each role, none with itself."""
-        order = np.lexsort((self.role, self.b, self.a))
-        order = order[self.a[order] != self.b[order]]
-        a, b, role = self.a[order], self.b[order], self.role[order]
-        new = np.ones(len(a), bool)
-        new[1:] = (np.diff(a) != 0) | (np.diff(b) != 0) | (role[1:] != role[:-1])
-        self.a, self.b, self.role = a[new], b[new], role[new]
-
-    def hold(self, vertices: Ints) -> None:
-        """These overlap: no two of them are alike."""
-        self.overlapping[vertices] = True
-        self.colour[vertices] += hash64(hash64(vertices).view(np.int64))
-
-    def add(self, a: Ints, b: Ints, role: np.uint64) -> None:
-        self.a, self.b = np.concatenate([self.a, a]), np.concatenate([self.b, b])
-        self.role = np.concatenate([self.role, np.full(a.shape, role)])
-
-    def join(self, a: Ints, b: Ints) -> None:
-        """Make each a[i] and b[i] one vertex; pairs, and the vertices given, remember which of the
-        two they were with: no two of a class become one, so that the class tells.
-
-        What would make two vertices of one class the same goes round in a circle: it is held.
-        """
-        n = len(self.colour)
-        graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
-        group = connected_components(graph, directed=False)[1].astype(np.int64)
-        met = np.unique(np.concatenate([a, b]))
-        order = np.lexsort((self.kind[met], group[met]))
-        twice = (np.diff(group[met][order]) == 0) & (np.diff(self.kind[met][order]) == 0)
-        circles = np.zeros(n, bool)
-        circles[group[met][order[1:][twice]]] = True
-        if circles.any():
-            self.hold(met[circles[group[met]]])
-            return
-        joined = np.zeros(n, bool)
-        joined[a] = joined[b] = True
-        told = hash64((self.part ^ hash64(self.kind[self.vertex])).view(np.int64))
-        self.part = np.where(joined[self.vertex], told, self.part)
-        for end, salt in ((self.a, 1), (self.b, 2)):
-            told = hash64(
-                self.role.view(np.int64) ^ hash64(3 * self.kind[end] + salt).view(np.int64)
-            )
-            self.role = np.where(joined[end], told, self.role)
-        count = group.max() + 1
-        colour, overlapping = np.zeros(count, np.uint64), np.zeros(count, bool)
-        np.add.at(colour, group, self.colour)
-        np.logical_or.at(overlapping, group, self.overlapping)
-        self.colour, self.overlapping = colour, overlapping
-        self.vertex, self.a, self.b = group[self.vertex], group[self.a], group[self.b]
-        low, high = group[self.settled >> 32], group[self.settled & 0xFFFFFFFF]
-        self.settled = self.code(low, high)
-
-    def refine(self) -> Ints:
-        """Classes of vertices that look alike, and whose neighbours do."""
-        kind = np.unique(self.colour, return_inverse=True)[1].astype(np.int64)
-        met, where = np.unique(np.concatenate([self.a, self.b]), return_inverse=True)
-        a, b = where[: len(self.a)], where[len(self.a) :]
-        up, down = hash64(self.role.view(np.int64)), hash64(~self.role.view(np.int64))
-        count = 0
-        mine = kind[met]
-        while len(met) and (now := int(np.unique(mine).size)) > count:
-            count = now
-            h, seen = hash64(mine), np.zeros(len(met), np.uint64)
-            np.add.at(seen, a, hash64((h[b] ^ up).view(np.int64)))
-            np.add.at(seen, b, hash64((h[a] ^ down).view(np.int64)))
-            mine = np.unique(h + hash64(seen.view(np.int64)), return_inverse=True)[1]
-        kind[met] = kind.max(initial=0) + 1 + mine
-        return np.unique(kind, return_inverse=True)[1].astype(np.int64)
-
-    def step(self) -> tuple[Ints, Ints, Hashes, Ints] | None:
-        """One round; (children, parents, roles, sides) when nothing is left to do."""
-        self.tidy()
-        self.kind = kind = self.refine()
-        a, b = self.a, self.b
-        order = np.lexsort((self.role, kind[b], kind[a]))
-        new = np.zeros(len(a), np.int64)
-        for key in (self.role, kind[b], kind[a]):
+    @staticmethod
+    def of(state: BlockState) -> Relations:
+        """Of a refined state."""
+        left, right = state.kind[state.a], state.kind[state.b]
+        order = np.lexsort((state.role, right, left))
+        new = np.zeros(len(order), np.int64)
+        for key in (state.role, right, left):
             new[1:] |= key[order][1:] != key[order][:-1]
-        relation = np.empty(len(a), np.int64)
+        relation = np.empty(len(order), np.int64)
         relation[order] = np.cumsum(new)
-        part, p, q, full, alone = _parts(relation, a, b)
-        same = kind[a] == kind[b]
-        circle, each_other = _circles(relation[same], a[same], b[same], len(kind))
-        if each_other.any():
-            a, b, relation = (t[same][each_other] for t in (a, b, relation))
-            self.adopt(a, b, circle[each_other], relation)
-            return None
-        if (torn := ~full[part]).any() or same.any():
-            self.hold(np.unique(np.concatenate([b[torn], a[same], b[same]])))
-            return None
-        p, q, counts = p[part], q[part], ~alone[relation]
-        if (one := counts & (p == 1) & (q == 1)).any():
-            self.join(a[one], b[one])
-            return None
-        if (many := counts & (p > 1) & (q > 1)).any():
-            self.adopt(a[many], b[many], part[many], relation[many])
-            return None
-        up, down = counts & (q == 1), counts & (p == 1)
+        part, p, q, full, alone = _parts(relation, state.a, state.b)
+        return Relations(
+            relation, part, p[part], q[part], full[part], alone[relation], left == right
+        )
+
+    @property
+    def binding(self) -> Flags:
+        """Pairs of relations with several parts: a lone part holds all of both classes, which
+        binds no a to any b."""
+        return ~self.alone
+
+
+def adopt_circles(state: BlockState, relations: Relations) -> BlockState | None:
+    """Vertices of one class that all meet each other get a parent."""
+    same = relations.same
+    a, b = state.a[same], state.b[same]
+    circle, each_other = _circles(relations.relation[same], a, b, len(state.kind))
+    if not each_other.any():
+        return None
+    return state.adopt(a[each_other], b[each_other], circle[each_other])
+
+
+def hold_torn(state: BlockState, relations: Relations) -> BlockState | None:
+    """Blocks of parts that are not complete overlap; so do others that meet inside a class."""
+    torn, same = ~relations.full, relations.same
+    held = np.concatenate([state.b[torn], state.a[same], state.b[same]])
+    return state.hold(np.unique(held)) if len(held) else None
+
+
+def join_pairs(state: BlockState, relations: Relations) -> BlockState | None:
+    """Parts with one of each are one vertex."""
+    one = relations.binding & (relations.p == 1) & (relations.q == 1)
+    return state.join(state.a[one], state.b[one]) if one.any() else None
+
+
+def adopt_parts(state: BlockState, relations: Relations) -> BlockState | None:
+    """Parts with several of both get a parent."""
+    many = relations.binding & (relations.p > 1) & (relations.q > 1)
+    return state.adopt(state.a[many], state.b[many], relations.part[many]) if many.any() else None
+
+
+_ByRelations = Callable[[BlockState, Relations], BlockState | None]
+_BY_RELATIONS: tuple[_ByRelations, ...] = (adopt_circles, hold_torn, join_pairs, adopt_parts)
+
+
+# ------------------------------------------------------------------ parents
+@dataclass(frozen=True)
+class Parents:
+    """The parents of every vertex, in which role, and on which side (see `find_sides`); bad: those
+    that can not be followed."""
+
+    child: Ints
+    parent: Ints
+    role: Hashes
+    side: Ints
+    bad: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @staticmethod
+    def of(state: BlockState, relations: Relations) -> Parents:
+        """Of a state all of whose parts have a single vertex on one of their ends."""
+        a, b, role = state.a, state.b, state.role
+        up, down = relations.binding & (relations.q == 1), relations.binding & (relations.p == 1)
         child = np.concatenate([a[up], b[down]])
         parent = np.concatenate([b[up], a[down]])
-        role = np.concatenate([self.role[up], ~self.role[down]])
-        side, bad = find_sides(child, parent, role, kind, self.cells(child, parent, role))
-        if len(bad):
-            self.hold(bad)
-            return None
-        if self.derive(child, parent, role, side) or self.uneven(child, parent, role):
-            return None
-        return child, parent, role, side
+        role = np.concatenate([role[up], ~role[down]])
+        cells = state.cells(child, parent, role)
+        return Parents(child, parent, role, *find_sides(child, parent, role, state.kind, cells))
 
-    def adopt(self, a: Ints, b: Ints, part: Ints, relation: Ints) -> None:
-        """A new vertex becomes the parent of every part, in place of its pairs."""
-        parts, new = np.unique(part, return_inverse=True)
-        # alike for all parts of a relation, whatever the order of relations
-        colour = np.zeros(len(parts), np.uint64)
-        colour[new] = hash64(
-            hash64(hash64(self.kind[a]).view(np.int64) ^ self.kind[b]).view(np.int64)
-        )
-        first = len(self.colour)
-        self.colour = np.concatenate([self.colour, colour])
-        self.overlapping = np.concatenate([self.overlapping, np.zeros(len(parts), bool)])
-        gone = self.code(a, b)
-        self.settled = np.union1d(self.settled, gone)
-        keep = ~np.isin(self.code(self.a, self.b), gone)
-        self.a, self.b, self.role = self.a[keep], self.b[keep], self.role[keep]
-        self.add(a, first + new, _ADOPTED)
-        self.add(b, first + new, _ADOPTED)
 
-    def derive(self, child: Ints, parent: Ints, role: Hashes, side: Ints) -> bool:
-        """Two parents of one child meet each other, unless one is told by its row and the other by
-        its column; whether that is news."""
-        order = np.lexsort((role, child))
-        child, parent, side = child[order], parent[order], side[order]
-        found = []
-        for step in range(1, int(np.bincount(child).max(initial=0))):
-            same = np.flatnonzero(child[step:] == child[:-step])
-            same = same[side[same] + side[same + step] != 1]
-            found.append(np.stack([parent[same], parent[same + step]]))
-        if not found:
-            return False
-        one, other = np.concatenate(found, axis=1)
-        apart = one != other
-        one, other = one[apart], other[apart]
-        swap = self.kind[one] > self.kind[other]
-        low, high = np.where(swap, other, one), np.where(swap, one, other)
-        codes = np.unique((low << 32) | high)
-        low, high = codes >> 32, codes & 0xFFFFFFFF
-        known = np.concatenate([self.code(self.a, self.b), self.settled])
-        news = ~np.isin(self.code(low, high), known)
-        self.add(low[news], high[news], _DERIVED)
-        return bool(news.any())
+def hold_unfollowed(state: BlockState, parents: Parents) -> BlockState | None:
+    """Two parents of one class that are no row and column of a square are held."""
+    return state.hold(parents.bad) if len(parents.bad) else None
 
-    def uneven(self, child: Ints, parent: Ints, role: Hashes) -> bool:
-        """Cells of one class must be alike in size; those that are not are held."""
-        cell = self.cells(child, parent, role)
-        size = np.bincount(cell)[cell]
-        low, high = np.full(self.kind.max() + 1, len(size)), np.zeros(self.kind.max() + 1, np.int64)
-        np.minimum.at(low, self.kind, size)
-        np.maximum.at(high, self.kind, size)
-        bad = (low != high)[self.kind]
-        if bad.any():
-            self.hold(np.flatnonzero(bad))
-        return bool(bad.any())
 
-    def cells(self, child: Ints, parent: Ints, role: Hashes) -> Ints:
-        """Vertices of one class with the same parents."""
-        parents = np.zeros(len(self.colour), np.uint64)
-        np.add.at(parents, child, hash64((hash64(parent) ^ role).view(np.int64)))
-        h = hash64(hash64(self.kind).view(np.int64) ^ parents.view(np.int64))
-        return np.unique(h, return_inverse=True)[1].astype(np.int64)
+def derive(state: BlockState, parents: Parents) -> BlockState | None:
+    """Two parents of one child meet each other, unless one is told by its row and the other by its
+    column."""
+    order = np.lexsort((parents.role, parents.child))
+    child, parent, side = parents.child[order], parents.parent[order], parents.side[order]
+    found = [np.zeros((2, 0), np.int64)]
+    for step in range(1, int(np.bincount(child).max(initial=0))):
+        same = np.flatnonzero(child[step:] == child[:-step])
+        same = same[side[same] + side[same + step] != 1]
+        found.append(np.stack([parent[same], parent[same + step]]))
+    one, other = np.concatenate(found, axis=1)
+    apart = one != other
+    one, other = one[apart], other[apart]
+    swap = state.kind[one] > state.kind[other]
+    met = np.unique((np.where(swap, other, one) << 32) | np.where(swap, one, other))
+    low, high = met >> 32, met & 0xFFFFFFFF
+    known = np.concatenate([codes(state.a, state.b), state.settled])
+    news = ~np.isin(codes(low, high), known)
+    return state.add(low[news], high[news], _DERIVED) if news.any() else None
 
-    def result(self, child: Ints, parent: Ints, role: Hashes, side: Ints) -> Nesting:
-        n = len(self.colour)
-        kind = self.kind if len(self.kind) == n else self.refine()
-        self.kind = kind
-        cell = self.cells(child, parent, role)
-        row, column = rows_and_columns(child, parent, side, kind)
-        found = closure(child, parent, side, n)
-        return Nesting(
-            self.vertex, self.part, kind, cell, *found, row, column, self.overlapping
-        )  # fmt: skip
+
+def hold_uneven(state: BlockState, parents: Parents) -> BlockState | None:
+    """Cells of one class must be alike in size; those that are not are held."""
+    kind, cell = state.kind, state.cells(parents.child, parents.parent, parents.role)
+    size = np.bincount(cell)[cell]
+    low, high = np.full(kind.max() + 1, len(size)), np.zeros(kind.max() + 1, np.int64)
+    np.minimum.at(low, kind, size)
+    np.maximum.at(high, kind, size)
+    bad = (low != high)[kind]
+    return state.hold(np.flatnonzero(bad)) if bad.any() else None
+
+
+_ByParents = Callable[[BlockState, Parents], BlockState | None]
+_BY_PARENTS: tuple[_ByParents, ...] = (hold_unfollowed, derive, hold_uneven)
 
 
 def _circles(relation: Ints, a: Ints, b: Ints, n: int) -> tuple[Ints, Flags]:

@@ -2,7 +2,7 @@
 the same way, inside blocks that are themselves exchangeable.
 
 A component of labels that are tied by edges is one feature, or one block (`occurrences`). Its
-colour hashes the axes it lies on and every coordinate it has met; `nesting` finds from colours
+colour hashes the axes it lies on and every coordinate it has met; `find_blocks` finds from colours
 and memberships what may be exchanged.  A space is a class of features: the inner features of all
 attention heads of a layer, say, and the heads themselves are another.
 """
@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from zipfx.analysis.grouping.block_system import Nesting, nest
+from zipfx.analysis.grouping.block_system import BlockSystem, find_blocks
 from zipfx.analysis.grouping.components import components, in_parts, occurrences, runs
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.grouping.known import Known
@@ -51,29 +51,29 @@ def group(
     component = components(constraints, last)
     turn, name, shape = occurrences(constraints, last, known.axis, known.colour, component)
     held_labels = np.array(sorted(held), np.int64)
-    nesting = _nest(constraints, last, known, component, held_labels, shape, name)
-    vertex = nesting.vertex[component]
-    turn = in_parts(turn, nesting.kind[vertex], nesting.part[component])
-    n = len(nesting.kind)
+    system = _block_system(constraints, last, known, component, held_labels, shape, name)
+    vertex = system.vertex[component]
+    turn = in_parts(turn, system.kind[vertex], system.part[component])
+    n = len(system.kind)
 
     first = np.full(n, constraints.size, np.int64)
     real = np.flatnonzero(known.axis >= 0)
     np.minimum.at(first, vertex[real], real)
-    np.minimum.at(first, nesting.ancestor, first[nesting.child])
+    np.minimum.at(first, system.ancestor, first[system.child])
     free = np.zeros(n, bool)
     for ids, node in constraints.alive:
         if node <= last:
             free[vertex[ids[ids > 0]]] = True
     inside = np.zeros(n, bool)
-    inside[nesting.ancestor[free[nesting.child]]] = True
+    inside[system.ancestor[free[system.child]]] = True
     free |= inside
     free &= first < constraints.size
     free[vertex[held_labels]] = False
     free[vertex[0]] = False
-    free &= ~nesting.overlapping
-    free &= np.bincount(nesting.cell)[nesting.cell] > 1
-    rank = _rank(nesting, first)
-    made = _number(last, known, vertex, turn, nesting, first, rank, free, inside, tuple(crossing))
+    free &= ~system.overlapping
+    free &= np.bincount(system.cell)[system.cell] > 1
+    rank = _rank(system, first)
+    made = _number(last, known, vertex, turn, system, first, rank, free, inside, tuple(crossing))
     torn = _torn(facts, made) if made.moved_side.any() else set()
     if not torn:
         return made
@@ -94,11 +94,11 @@ def _torn(facts: Facts, made: Grouping) -> set[int]:
     return set().union(*(made.torn(labels) for labels in (*axes, *values)))
 
 
-def _rank(nesting: Nesting, first: Ints) -> Ints:
+def _rank(system: BlockSystem, first: Ints) -> Ints:
     """The order of vertices by class, by their ancestors, then by first label, so that two blocks
     list what is inside them in the same order."""
-    order = np.lexsort((first[nesting.ancestor], nesting.kind[nesting.ancestor], nesting.child))
-    child, ancestor = nesting.child[order], nesting.ancestor[order]
+    order = np.lexsort((first[system.ancestor], system.kind[system.ancestor], system.child))
+    child, ancestor = system.child[order], system.ancestor[order]
     generation = np.arange(len(child)) - np.searchsorted(child, child)
     keys = [first]
     for g in range(int(generation.max(initial=-1)), -1, -1):
@@ -106,11 +106,11 @@ def _rank(nesting: Nesting, first: Ints) -> Ints:
         key[child[generation == g]] = first[ancestor[generation == g]]
         keys.append(key)
     rank = np.empty(len(first), np.int64)
-    rank[np.lexsort((*keys, nesting.kind))] = np.arange(len(first))
+    rank[np.lexsort((*keys, system.kind))] = np.arange(len(first))
     return rank
 
 
-def _nest(
+def _block_system(
     constraints: Constraints,
     last: int,
     known: Known,
@@ -118,7 +118,7 @@ def _nest(
     held: Ints,
     shape: Hashes,
     name: Hashes,
-) -> Nesting:
+) -> BlockSystem:
     colour = shape.copy()
     lies_on = hash64(hash64(known.axis).view(np.int64) ^ 1)
     lies_on[known.axis < 0] = 0
@@ -148,7 +148,7 @@ def _nest(
     blocks = blocks[(np.bincount(component)[component[blocks]] > 1) & (known.axis[blocks] < 0)]
     below = component.copy()
     below[blocks] = len(colour) + np.arange(len(blocks))
-    found = nest(
+    found = find_blocks(
         np.concatenate([colour, known.colour[blocks] + hash64(3)]),
         np.concatenate([component[a[stays]], below[again], below[blocks]]),
         np.concatenate([below[b[stays]], below[before], component[blocks]]),
@@ -204,7 +204,7 @@ def _number(
     known: Known,
     vertex: Ints,
     turn: Ints,
-    nesting: Nesting,
+    system: BlockSystem,
     first: Ints,
     rank: Ints,
     free: Flags,
@@ -212,15 +212,15 @@ def _number(
     crossing: tuple[int, ...],
 ) -> Grouping:
     """Number spaces and their members by their first labels, blocks before what is inside them."""
-    n = len(nesting.kind)
-    depth = np.bincount(nesting.child, minlength=n)
+    n = len(system.kind)
+    depth = np.bincount(system.child, minlength=n)
     members = np.flatnonzero(free)
-    kind = nesting.kind[members]
-    start = np.full(int(nesting.kind.max()) + 1, np.iinfo(np.int64).max)
+    kind = system.kind[members]
+    start = np.full(int(system.kind.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(start, kind, first[members])
-    cell_start = np.full(int(nesting.cell.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(cell_start, nesting.cell[members], first[members])
-    of_cell = cell_start[nesting.cell[members]]
+    cell_start = np.full(int(system.cell.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(cell_start, system.cell[members], first[members])
+    of_cell = cell_start[system.cell[members]]
     order = np.lexsort((first[members], of_cell, kind, depth[members], start[kind]))
     members, kind = members[order], kind[order]
     space, member = np.full(n, -1, np.int64), np.zeros(n, np.int64)
@@ -228,20 +228,20 @@ def _number(
     for s, (_, begin, stop) in enumerate(runs(kind)):
         mine = members[begin:stop]
         space[mine], member[mine] = s, np.arange(stop - begin)
-        cells = [b - a for _, a, b in runs(nesting.cell[mine])]
+        cells = [b - a for _, a, b in runs(system.cell[mine])]
         sizes.append(stop - begin)
         blocks.append(tuple(cells) if len(cells) > 1 else ())
         of_blocks.append(bool(inside[mine].any()))
     moves = np.flatnonzero(space >= 0)
-    child = np.concatenate([moves, nesting.child])
-    parent = np.concatenate([moves, nesting.ancestor])
-    side = np.concatenate([np.zeros(len(moves), np.int64), nesting.side])
+    child = np.concatenate([moves, system.child])
+    parent = np.concatenate([moves, system.ancestor])
+    side = np.concatenate([np.zeros(len(moves), np.int64), system.side])
     order = np.argsort(child, kind="stable")
     order = order[space[parent[order]] >= 0]
     child, parent, side = child[order], parent[order], side[order]
     starts = np.searchsorted(child, np.arange(n + 1))
     return Grouping(
-        last, known, vertex, turn, nesting.kind, rank,
-        space, member, starts, space[parent], member[parent], side, nesting.row, nesting.column,
-        tuple(sizes), tuple(blocks), tuple(of_blocks), nesting.overlapping, crossing,
+        last, known, vertex, turn, system.kind, rank,
+        space, member, starts, space[parent], member[parent], side, system.row, system.column,
+        tuple(sizes), tuple(blocks), tuple(of_blocks), system.overlapping, crossing,
     )  # fmt: skip

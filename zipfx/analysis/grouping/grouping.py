@@ -22,7 +22,7 @@ class Grouping:
     class of every vertex; rank: the order of vertices that move together; space: of every vertex
     that is a feature of one (else -1), member: its number in it. A vertex moves with each entry
     (moved space, member) from starts[v] to starts[v + 1]: its own and those of the blocks it
-    belongs to, moved side being 1 for those of its column (see `twofold`); row, column: of every
+    belongs to, moved side being 1 for those of its column (see `squares`); row, column: of every
     vertex that is the entry of a square (else -1). sizes, blocks: of the spaces; of_blocks: whether
     their members are blocks of features that reach data. crossing: the nodes whose values leave for
     the heads.
