@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from zipfx.errors import ZipError
-from zipfx.observe.statistics import Statistics
+from tests.helpers.matching import quick, samples, statistics_of
+from zipfx import Statistics, ZipError
 
 EXTREME = st.sampled_from([0.0, 1.0, -1.0, 1e-320, 1e-160, 1e-8, 3.0, -7e154, 1.7e308, -1.7e308])
 
@@ -134,3 +134,24 @@ def test_refuses(change: dict[str, object], message: str) -> None:
     Statistics(**good)  # type: ignore[arg-type]
     with pytest.raises(ZipError, match=message):
         Statistics(**{**good, **change})  # type: ignore[arg-type]
+
+
+class TestSimilarity:
+    @quick
+    @given(st.integers(0, 99), st.integers(2, 6))
+    def test_equals_that_of_the_samples(self, seed: int, n: int) -> None:
+        x = samples(seed, (n,)) + 0.3
+        s = statistics_of(x, (n,))
+        apart = 1e-6  # what a difference of means may cost
+        cosine = nn.functional.cosine_similarity(x[:, :, None], x[:, None, :], dim=0)
+        assert torch.allclose(s.similarity("cosine"), cosine, atol=apart)
+        scaled = s.covariance / s.covariance.diagonal().max()
+        scaled.fill_diagonal_(1)
+        assert torch.allclose(s.similarity("covariance"), scaled, atol=apart)
+
+    def test_no_nan_for_extreme_values(self) -> None:
+        mean = torch.tensor([0, 1e200, -1e200, 1e-300], dtype=torch.float64)
+        variance = torch.tensor([0, 1e300, 0, 1e-300], dtype=torch.float64)
+        s = Statistics(9, mean, torch.diag(variance), (2, 2))
+        for kind in ("correlation", "covariance", "cosine"):
+            assert bool(s.similarity(kind).isfinite().all())  # type: ignore[arg-type]

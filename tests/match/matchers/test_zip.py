@@ -1,64 +1,21 @@
+"""The greedy matching of ZipIt!, against its specification word for word."""
+
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from torch import Tensor
 
-from zipfx import match
+from tests.helpers.matching import KINDS, correlated, groups, partition, quick, random_statistics
 from zipfx.errors import ZipError
-from zipfx.match import Identity, Matcher, Permute, Zip
+from zipfx.match import Zip
 from zipfx.match.matchers.matching import Matching
 from zipfx.observe.statistics import Statistics
-
-KINDS = ("generic", "ties", "constants", "all constant", "all equal")
-quick = settings(max_examples=40, deadline=None)
-
-
-def correlated(correlation: Tensor, sizes: tuple[int, ...]) -> Statistics:
-    """Unit variances, so that `correlation()` gives back the very numbers of the upper triangle."""
-    upper = correlation.double().triu(1)
-    total = len(upper)
-    matrix = upper + upper.T + torch.eye(total, dtype=torch.float64)
-    return Statistics(9, torch.zeros(total, dtype=torch.float64), matrix, sizes)
-
-
-def random_statistics(seed: int, sizes: tuple[int, ...], kind: str = "generic") -> Statistics:
-    """Covariances of random features; the kinds other than `generic` are full of ties."""
-    rng, total = np.random.default_rng(seed), sum(sizes)
-    features = rng.normal(size=(40, 5)) @ rng.normal(size=(5, total))
-    features = np.tanh(features) + 0.3 * rng.normal(size=(40, total)) + rng.normal(size=total)
-    if kind == "ties":
-        grid = torch.from_numpy(rng.integers(-3, 4, (total, total)) / 3)
-        return correlated(grid, sizes)
-    if kind in ("constants", "all constant"):
-        fixed = rng.random(total) < (0.4 if kind == "constants" else 1.0)
-        features[:, fixed] = rng.integers(-1, 3, fixed.sum())
-    if kind == "all equal":
-        features = np.repeat(features[:, :1], total, axis=1)
-    centred = features - features.mean(0)
-    covariance = torch.from_numpy(centred.T @ centred / 40)
-    return Statistics(40, torch.from_numpy(features.mean(0)), covariance, sizes)
-
-
-def groups(matching: Matching) -> list[set[int]]:
-    """Members of each merged feature."""
-    assignment = matching.assignment.tolist()
-    return [{i for i, a in enumerate(assignment) if a == m} for m in range(matching.merged)]
-
-
-def partition(matching: Matching, names: Iterable[int]) -> set[frozenset[int]]:
-    """The groups, with feature i called names[i]."""
-    called = list(names)
-    return {frozenset(called[i] for i in group) for group in groups(matching)}
 
 
 @dataclass(frozen=True)
@@ -304,109 +261,3 @@ class TestZip:
     def test_refuses_parameters_out_of_range(self, name: str, value: float) -> None:
         with pytest.raises(ZipError, match=rf"{name} is {value}: choose a value from 0 to 1"):
             Zip(**{name: value})
-
-
-def total_similarity(matching: Matching, similarity: NDArray[np.float64]) -> float:
-    """Similarity summed over all pairs within the groups."""
-    pairs = (pair for group in groups(matching) for pair in itertools.combinations(group, 2))
-    return float(sum(similarity[pair] for pair in pairs))
-
-
-class TestPermute:
-    @quick
-    @given(seed=st.integers(0, 10**6), n=st.integers(1, 5), kind=st.sampled_from(KINDS))
-    def test_two_models_reach_the_optimum(self, seed: int, n: int, kind: str) -> None:
-        statistics = random_statistics(seed, (n, n), kind)
-        similarity = statistics.similarity().numpy()
-        matching = Permute()(statistics, n)
-        best = max(
-            similarity[np.arange(n), [n + i for i in order]].sum()
-            for order in itertools.permutations(range(n))
-        )
-        assert matching.of(0).tolist() == list(range(n))
-        assert total_similarity(matching, similarity) == pytest.approx(best, abs=1e-12)
-
-    @settings(max_examples=20, deadline=None)
-    @given(seed=st.integers(0, 10**6), kind=st.sampled_from(KINDS))
-    def test_no_single_model_can_be_improved(self, seed: int, kind: str) -> None:
-        n, models = 4, 3
-        statistics = random_statistics(seed, (n,) * models, kind)
-        similarity = statistics.similarity().numpy()
-        matching = Permute()(statistics, n)
-        reached = total_similarity(matching, similarity)
-        for model, order in itertools.product(range(models), itertools.permutations(range(n))):
-            changed = matching.assignment.clone().reshape(models, n)
-            changed[model] = changed[model][list(order)]
-            other = Matching(changed.flatten(), statistics.sizes, n)
-            assert total_similarity(other, similarity) <= reached + 1e-9
-
-    @settings(max_examples=15, deadline=None)
-    @given(seed=st.integers(0, 10**6), models=st.integers(2, 4))
-    def test_does_not_depend_on_the_order_of_the_models(self, seed: int, models: int) -> None:
-        n = 6
-        statistics = random_statistics(seed, (n,) * models)
-        expected = partition(Permute()(statistics, n), range(models * n))
-        for order in itertools.permutations(range(models)):
-            index = torch.arange(models * n).reshape(models, n)[list(order)].flatten()
-            moved = Statistics(
-                40, statistics.mean[index], statistics.covariance[index][:, index], (n,) * models
-            )
-            matching = Permute()(moved, n)
-            assert matching.of(0).tolist() == list(range(n))
-            assert partition(matching, index.tolist()) == expected
-
-    @pytest.mark.parametrize("models", [1, 2, 3, 5])
-    def test_finds_a_hidden_permutation(self, models: int) -> None:
-        rng, n = np.random.default_rng(0), 20
-        features = rng.normal(size=(100, n))
-        orders = [rng.permutation(n) for _ in range(models)]
-        side_by_side = np.concatenate([features[:, order] for order in orders], axis=1)
-        noisy = torch.from_numpy(side_by_side + 0.5 * rng.normal(size=side_by_side.shape))
-        statistics = Statistics(100, noisy.mean(0), torch.cov(noisy.T), (n,) * models)
-        matching = Permute()(statistics, n)
-        for model, order in enumerate(orders):
-            assert torch.equal(torch.from_numpy(orders[0])[matching.of(model)],
-                               torch.from_numpy(order))  # fmt: skip
-
-
-@pytest.mark.parametrize("matcher", [Identity(), Permute(), Zip()])
-def test_no_features_at_all(matcher: Matcher) -> None:
-    none = torch.zeros(0, dtype=torch.float64)
-    matching = matcher(Statistics(1, none, none.reshape(0, 0), (0, 0)), 0)
-    assert (matching.merged, matching.within, matching.across) == (0, 0, 0)
-
-
-def test_identity_matches_by_position() -> None:
-    assert Identity()(random_statistics(0, (2, 2, 2)), 2).assignment.tolist() == [0, 1, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("name", ["identity", "permute"])
-@pytest.mark.parametrize(("sizes", "merged"), [((2, 3), 2), ((2, 2), 3), ((2, 2), 1)])
-def test_one_to_one_needs_equal_sizes(name: str, sizes: tuple[int, ...], merged: int) -> None:
-    with pytest.raises(ZipError, match=rf"'{name}' pairs .* have \({sizes[0]}, {sizes[1]}\)"):
-        match.resolve(name)(random_statistics(0, sizes), merged)
-
-
-def test_resolve() -> None:
-    assert match.resolve("zip") == Zip()
-    assert match.resolve("permute") == Permute()
-    assert match.resolve("identity") == Identity()
-    matcher = Zip(alpha=0.1, beta=0.8)
-    assert match.resolve(matcher) is matcher
-
-
-@pytest.mark.parametrize(
-    ("matcher", "message"),
-    [
-        (
-            "Permut",
-            r"no matcher 'Permut'; did you mean 'permute'\? Known: identity, kmeans, optimal",
-        ),
-        ("xyz", r"no matcher 'xyz'\. Known: identity"),
-        (Zip, r"the matcher is the class Zip: pass an instance"),
-        (3, r"the matcher is a int: pass one of identity, .*, or a callable"),
-    ],
-)
-def test_resolve_refuses(matcher: object, message: str) -> None:
-    with pytest.raises(ZipError, match=message):
-        match.resolve(matcher)  # type: ignore[arg-type]
