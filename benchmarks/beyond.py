@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from benchmarks import data, harness, tables
 from benchmarks.document import Document
 from benchmarks.harness import Bench, Result
 from zipfx.analysis.spaces.values import Role
+from zipfx.observe import Statistics
 
 POSITIONS, RIDGE = 24, 1e-3  # of each image; relative to the mean power of a layer's inputs
 EPOCHS, BATCH = 15, 50
@@ -73,8 +73,8 @@ class Alike:
 
     def __call__(
         self, statistics: zipfx.Statistics, merged: int, *, across_only: bool = False
-    ) -> zipfx.Matching | zipfx.Linear:
-        told = replace(statistics, covariance=next(self.next), trusted=True)
+    ) -> zipfx.Matching | zipfx.LinearMerge:
+        told = Statistics.trusted(**{**vars(statistics), "covariance": next(self.next)})
         return self.matcher(told, merged, across_only=across_only)
 
 
@@ -86,7 +86,7 @@ class Weighted:
 
     def __call__(
         self, statistics: zipfx.Statistics, merged: int, *, across_only: bool = False
-    ) -> zipfx.Matching | zipfx.Linear:
+    ) -> zipfx.Matching | zipfx.LinearMerge:
         deviation = statistics.covariance.diagonal().clamp(min=0).sqrt()
         scale = next(self.next) * deviation
         power = statistics.correlation() * scale.outer(scale)

@@ -59,7 +59,9 @@ def factors(total: int) -> Statistics:
     covariance = (loads @ loads.T).fill_diagonal_(0).add_(torch.eye(total, dtype=torch.float64))
     covariance.diagonal().add_(loads.square().sum(1))
     mean = torch.zeros(total).double()
-    return Statistics(4 * total, mean, covariance, (total // 2, total // 2), trusted=True)
+    return Statistics.trusted(
+        count=4 * total, mean=mean, covariance=covariance, sizes=(total // 2, total // 2)
+    )
 
 
 def plain_search(statistics: Statistics, merged: int, alpha: float) -> Tensor:

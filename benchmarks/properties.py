@@ -3,9 +3,9 @@
     python -m benchmarks.properties --examples 20000 --jobs 2 \\
         --out benchmarks/results/properties_cpu_202611.md
 
-The property of tests/test_properties.py (laws 1 and 6 on every network, and one of the others),
-outside pytest: on examples with seeds of their own, in several processes, and without stopping at a
-failure. Every failure is made small and printed as a module that stands alone.
+The property of tests/laws/test_properties.py (laws 1 and 6 on every network, and one of the
+others), outside pytest: on examples with seeds of their own, in several processes, and without
+stopping at a failure. Every failure is made small and printed as a module that stands alone.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from graphs import OPS, written
-from properties import LAWS, Example, Failure, UnusableError, check, independent, simplify, where
-
 from benchmarks import evaluate
+from tests.helpers.graphs import OPS, written
+from tests.helpers.properties import (
+    LAWS,
+    Example,
+    Failure,
+    UnusableError,
+    check,
+    independent,
+    simplify,
+    where,
+)
 
 CHUNK = 100  # examples that a process takes at once
 

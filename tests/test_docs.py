@@ -1,4 +1,4 @@
-"""The documents: what they show runs, what they draw is drawn from the code, what they name exists."""
+"""The documents: their examples run, and the pictures of the rooms are those of the code."""
 
 from __future__ import annotations
 

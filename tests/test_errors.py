@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from laws import error, merge, run, unharmed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zipfx
+from tests.helpers.laws import error, merge, run, unharmed
 from zipfx import ZipError
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as module_hooks
-from laws import error, unharmed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zipfx
+from tests.helpers.laws import error, unharmed
 from zipfx.modes import own_modes
 
 

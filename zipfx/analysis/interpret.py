@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.facts import Facts, Heard, NodeFacts
 from zipfx.analysis.labels.inside import Address, OwnedTensors, meetings
 from zipfx.analysis.labels.labels import Kind, Labels, by_value, positions, support, trimmed, vector
@@ -53,12 +53,12 @@ _INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim"
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, constraints: Constraints) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = ledger
+        self.constraints = constraints
         self.shadows = Shadows()
         self.origins = Origins()
-        self.starts = Starts(ledger, self.of)
+        self.starts = Starts(constraints, self.of)
         self.notes: list[str] = []
         self.empty: dict[str, None] = {}
         self.begin(OwnedTensors(None, ()))
@@ -73,20 +73,20 @@ class _Mode(TorchDispatchMode):
         """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
         labels = self.shadows.get(t)
         if labels is not None and labels.pending:
-            self.ledger.pin(labels.pending, "the index of a feature is used")
+            self.constraints.pin(labels.pending, "the index of a feature is used")
 
     def of(self, t: Tensor) -> Labels:
         labels = self.shadows.get(t)
         if labels is None and t.is_complex() and (pairs := self.shadows.get(as_real(t))):
-            labels = paired(self.ledger, pairs)
+            labels = paired(self.constraints, pairs)
             self.shadows.tell(t, labels)
         if labels is None:
             base = self.shadows.base(t)
             if base is not None:
-                self.ledger.pin(base.features, "seen through another dtype")
+                self.constraints.pin(base.features, "seen through another dtype")
             shape = tuple(t.shape)
             if t.numel() > 1:
-                self.notes.append(f"{self.ledger.where}: a tensor {shape} of unknown origin")
+                self.notes.append(f"{self.constraints.where}: a tensor {shape} of unknown origin")
             kind = Kind.CONSTANT if t.numel() <= 1 else Kind.DATA
             return Labels(shape, fixed=positions(shape), kind=kind)
         return labels
@@ -102,8 +102,8 @@ class _Mode(TorchDispatchMode):
         rows = self.origins.after(func, args, kwargs)
         result = func(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in func.tags and not tree_leaves(result)[0].numel():
-            self.empty[self.ledger.where] = None
-        call = Call(func, args, kwargs, result, self.ledger, self.of, self._see)
+            self.empty[self.constraints.where] = None
+        call = Call(func, args, kwargs, result, self.constraints, self.of, self._see)
         with as_library():
             return self._seen(call, written, rows)
 
@@ -121,23 +121,23 @@ class _Mode(TorchDispatchMode):
         if func in IDENTITY and not fresh:  # lift_fresh: a constant written in the source
             for t in operands:
                 if not self.shadows.knows(t):
-                    self.shadows.put(t, by_value(t), self.ledger.node)
+                    self.shadows.put(t, by_value(t), self.constraints.node)
         if not fresh and not written:
             if not any(isinstance(t, Tensor) for t in tree_leaves(result)):
                 opaque(call)  # a number leaves for Python, where labels can not follow
             return result  # else a view: the same storage
         targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
-        before = len(self.ledger.contractions)
+        before = len(self.constraints.contractions)
         for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
-            self.ledger.mark_alive(labels)
+            self.constraints.mark_alive(labels)
             self.origins.tell(t, rows)
             if any(t is other for other in written):
                 owner = self.shadows.owner(t)
                 self.writes.update(() if owner is None else (owner,))
-                self.shadows.write(t, labels, self.ledger.node)
+                self.shadows.write(t, labels, self.constraints.node)
             else:
-                self.shadows.put(t, labels, self.ledger.node)
-        self.starts.see(call, targets[0], self.ledger.contractions[before:])
+                self.shadows.put(t, labels, self.constraints.node)
+        self.starts.see(call, targets[0], self.constraints.contractions[before:])
         for meeting in meetings(func, operands) if fresh else ():
             key = self.weights.key(meeting.weight)
             if key is not None and self.of(meeting.weight).kind == Kind.WEIGHT:
@@ -173,7 +173,7 @@ class _Mode(TorchDispatchMode):
         if op in TAUGHT:
             return taught(call, targets)
         if op in _COPY:
-            return [join(self.ledger, [self.of(operands[1])], tuple(targets[0].shape))]
+            return [join(self.constraints, [self.of(operands[1])], tuple(targets[0].shape))]
         if op in IDENTITY:
             return [self.of(operands[0])]
         if rule_of(op) is None and op not in ALSO_POINTWISE:
@@ -182,7 +182,7 @@ class _Mode(TorchDispatchMode):
         if op in MOVEMENT and self._steady(call):
             return [movement(call)]
         for i, t in enumerate(operands):
-            self.ledger.event(self.of(t).features, i)
+            self.constraints.event(self.of(t).features, i)
         own = rule_of(op)
         if own is not None:
             found = own(call)
@@ -211,8 +211,8 @@ class _Interpreter(fx.Interpreter):
         self.rewritten: list[tuple[int, int, NodeFacts]] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        mode, ledger = self.mode, self.mode.ledger
-        ledger.node, ledger.where = len(self.facts), spot(n)
+        mode, constraints = self.mode, self.mode.constraints
+        constraints.node, constraints.where = len(self.facts), spot(n)
         args = self.fetch_args_kwargs_from_env(n)
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         mode.begin(OwnedTensors(leaf, args))
@@ -226,12 +226,14 @@ class _Interpreter(fx.Interpreter):
         if n.op == "placeholder":
             for t in tensors:
                 mode.shadows.put(
-                    t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), ledger.node
+                    t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), constraints.node
                 )
-        fact = self._learn(value, frozenset(mode.writes), ledger.traits.get(ledger.node, ()))
+        fact = self._learn(
+            value, frozenset(mode.writes), constraints.traits.get(constraints.node, ())
+        )
         if n.op == "output":
             for lab in fact.values:
-                ledger.pin((*lab.features, *lab.pending), "output of the network")
+                constraints.pin((*lab.features, *lab.pending), "output of the network")
         self._reread(n, fact.writes)
         self.at[n] = len(self.facts)
         self.facts.append(replace(fact, inner=tuple(mode.inner.values())))
@@ -268,8 +270,8 @@ def _tied(named: Mapping[str, Tensor]) -> list[Tensor]:
 
 def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     """Run `module` on `inputs` (its positional arguments) and return what the labels say."""
-    ledger = Ledger()
-    mode = _Mode(ledger)
+    constraints = Constraints()
+    mode = _Mode(constraints)
     given, constants = named_tensors(module), constant_names(module)
     twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
     shared = Shadows()
@@ -277,11 +279,11 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
             learned = inexact(t) and name not in constants
-            labels = ledger.parameter(name, t) if learned else by_value(t)
+            labels = constraints.parameter(name, t) if learned else by_value(t)
             mode.shadows.put(t, labels, -1 - i)
             mode.origins.tell(t, Rows.LEARNED if learned else Rows.GIVEN)
             seen = shared.get(given[name])  # through another tensor, which has elements of this one
-            both = join(ledger, [seen, labels], labels.shape) if learned and seen else labels
+            both = join(constraints, [seen, labels], labels.shape) if learned and seen else labels
             shared.write(given[name], both, -1 - i)
         interpreter = _Interpreter(twin, module.graph, mode, Guard(named.values()))
         try:
@@ -302,4 +304,4 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
         for where in mode.empty
     )
     nodes, again = tuple(interpreter.facts), tuple(interpreter.rewritten)
-    return Facts(ledger, nodes, tuple(notes), tuple(named), again, tuple(mode.empty))
+    return Facts(constraints, nodes, tuple(notes), tuple(named), again, tuple(mode.empty))

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.inside import meetings
 from zipfx.analysis.labels.labels import Kind, Labels, support
 from zipfx.analysis.labels.records import Contraction
@@ -72,14 +72,14 @@ def _has_features(labels: Labels) -> bool:
 class Starts:
     """Which weights have met nothing but zeros so far, and what else they make or read."""
 
-    def __init__(self, ledger: Ledger, of: Of) -> None:
-        self.ledger, self.of = ledger, of
+    def __init__(self, constraints: Constraints, of: Of) -> None:
+        self.constraints, self.of = constraints, of
         self.idle: list[tuple[Ints, list[Tensor], int, str]] = []
         self.used: list[Ints] = []
         self.joined: dict[int, tuple[Any, int, tuple[int, int]]] = {}
 
     def see(self, call: Call, result: Tensor, reads: Sequence[Contraction]) -> None:
-        """A call; reads: what it has told the ledger of weights that read."""
+        """A call; reads: the contractions that it has recorded."""
         operands = call.tensors()
         if call.op in _JOINS:
             self._join(operands, int(call.arg("dim")), result)
@@ -118,7 +118,7 @@ class Starts:
 
     def _add(self, ids: Ints, made: list[Tensor]) -> None:
         if len(ids) and made:
-            self.idle.append((ids, made, self.ledger.node, self.ledger.where))
+            self.idle.append((ids, made, self.constraints.node, self.constraints.where))
 
     def _join(self, operands: Sequence[Tensor], dim: int, result: Tensor) -> None:
         """Zeros beside data, as a cell reads the state beside its input (padding is no join)."""
@@ -149,8 +149,8 @@ class Starts:
         notes = []
         for ids, made, node, where in self.idle:
             if not np.isin(ids, used).all():
-                self.ledger.node = node
-                self.ledger.pin(made, _REASON)
+                self.constraints.node = node
+                self.constraints.pin(made, _REASON)
                 notes.append(
                     f"{where}: a weight meets only zeros, as if a state began with them; what it "
                     "makes is left where it is: give example inputs with longer sequences"

@@ -41,7 +41,7 @@ class _Runner(fx.Interpreter):
     to lives as long as the run.
     """
 
-    def __init__(self, state: _State, moves: Mapping[str, Moves]) -> None:
+    def __init__(self, state: _Subject, moves: Mapping[str, Moves]) -> None:
         super().__init__(state.module, graph=state.graph)
         self.state, self.moves = state, moves
         self.written: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class _Runner(fx.Interpreter):
         return value
 
 
-class _State:
+class _Subject:
     """The model under test, on its own memory; constant parameters (fresh norms, zero biases) are
     made uneven."""
 
@@ -139,7 +139,7 @@ def failing_spaces(
     """
     output = next(iter(reversed(module.graph.nodes))).name
     keep = keep or [output]
-    state = _State(module, written, keep, last or output, seed)
+    state = _Subject(module, written, keep, last or output, seed)
     before, eps = state.run(inputs)
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is

@@ -58,7 +58,7 @@ def match_models(
         rest = [s for s in spaces if s.name in blind]
         matched |= match_spaces(matcher, rest, None, models)
     elif needs == "weights" or blind:
-        how = matcher if isinstance(matcher, Weights) else Weights()
+        how = matcher if needs == "weights" else Weights()
         matched = match_weights(how, spaces, tensors, matched)
     names = frozenset(s.name for s in spaces if seen is not None and s.name not in blind)
     return Matches(matched, frozenset(blind if needs != "nothing" else ()), names)

@@ -23,7 +23,7 @@ from zipfx.errors import ZipError
 from zipfx.match.axis_maps import Move, columns, plan
 from zipfx.match.matchers.matching import Matching, Merge, joined_pairs
 from zipfx.match.matchers.one_to_one import Permute
-from zipfx.match.matchers.protocol import Needs
+from zipfx.match.matchers.protocol import Matcher, Needs
 from zipfx.match.spaces import Matched, block_similarity, match_space
 from zipfx.model.tensors import as_real, widened
 from zipfx.observe import Statistics, inside
@@ -77,11 +77,13 @@ _FREE = 1e-3  # what weights with axes in no order count for
 
 
 def match_weights(
-    matcher: Weights, spaces: Sequence[Space], tensors: Tensors, given: Matched | None = None
+    matcher: Matcher, spaces: Sequence[Space], tensors: Tensors, given: Matched | None = None
 ) -> Matched:
     """The matching of every space by the weights, until nothing changes.
 
     Args:
+        matcher: called with inner products of the features' weights in place of covariances, space
+            by space, over all of them at most `matcher.sweeps` times (if it says so).
         given: matchings of some of the spaces, which stay.
         tensors: the K corresponding tensors of every parameter, by its name in model 0. Axes of
             others do not count.
@@ -89,7 +91,7 @@ def match_weights(
     descent = _Descent(spaces, tensors)
     found: Matched = dict(given or {})
     left = [space for space in spaces if space.name not in found]
-    for _ in range(matcher.sweeps):
+    for _ in range(whole("sweeps", getattr(matcher, "sweeps", Weights.sweeps), 1)):
         changed = False
         for space in left:
             before = found.get(space.name)
@@ -139,7 +141,7 @@ class _Descent:
                 total.addmm_(rows, rows.T, alpha=_FREE if free else 1)
         mean = torch.zeros(n, dtype=torch.float64, device=device)
         sizes = (space.size,) * self.models
-        return Statistics(1, mean, total, sizes, trusted=True)
+        return Statistics.trusted(count=1, mean=mean, covariance=total, sizes=sizes)
 
     def _rows(self, space: Space, axis: Axis, known: Mapping[str, Merge]) -> tuple[Tensor, bool]:
         """The weights of every feature on one axis, (N, d), and whether some were sorted since

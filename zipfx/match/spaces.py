@@ -39,7 +39,7 @@ def match_spaces(
     Args:
         take: gives the statistics of a space that was observed, and is called once for each, so
             that no more than one is held at a time (and those of the blocks of one layer); None:
-            match by position.
+            nothing is known, and the matcher is told so.
 
     Raises:
         ZipError: a matcher that fails, or gives another number of features than the space has.
@@ -47,8 +47,10 @@ def match_spaces(
     matched: Matched = {}
     if take is None:
         for space in spaces:
-            by_position = torch.arange(space.size).repeat(models)
-            found = Matching(by_position, (space.size,) * models, space.size)
+            sizes = (space.size,) * models
+            found: Merge = Matching(torch.arange(space.size).repeat(models), sizes, space.size)
+            if not isinstance(matcher, Identity):
+                found = match_space(matcher, space, _nothing_known(sizes))
             matched[space.name] = found, joined_pairs(found, None)
         return matched
     held: dict[str, Statistics] = {}
@@ -67,6 +69,13 @@ def match_spaces(
         merge = match_space(matcher, space, of)
         matched[space.name] = merge, joined_pairs(merge, of)
     return matched
+
+
+def _nothing_known(sizes: tuple[int, ...]) -> Statistics:
+    """Statistics of features that all are alike, and none like another."""
+    mean = torch.zeros(sum(sizes), dtype=torch.float64)
+    alone = torch.eye(len(mean), dtype=torch.float64)
+    return Statistics.trusted(count=1, mean=mean, covariance=alone, sizes=sizes)
 
 
 def match_space(matcher: Matcher, space: Space, statistics: Statistics) -> Merge:
@@ -171,7 +180,7 @@ def block_similarity(blocks: Space, inner: Sequence[tuple[Space, Statistics]]) -
                     total[a * n + lo : a * n + hi, b * n + lo : b * n + hi] += best * n / weight
     total = torch.maximum(total, total.T)
     mean = torch.zeros(models * n, dtype=torch.float64)
-    return Statistics(1, mean, total, (n,) * models, trusted=True)
+    return Statistics.trusted(count=1, mean=mean, covariance=total, sizes=(n,) * models)
 
 
 def _best_sums(cross: NDArray[np.float64], table: Ints) -> NDArray[np.float64]:

@@ -10,11 +10,8 @@ from zipfx.merge.fused import Fused, fuse_models
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import (
     BAKED,
-    BAKED_KEY,
-    HEAD_KEY,
     HEADS,
     INSERTED,
-    SOURCE_KEY,
     MergedModule,
     Part,
     build,
@@ -22,14 +19,12 @@ from zipfx.merge.module import (
     homes,
     planted,
 )
+from zipfx.merge.origin import mark, origin_of
 
 __all__ = [
     "BAKED",
-    "BAKED_KEY",
     "HEADS",
-    "HEAD_KEY",
     "INSERTED",
-    "SOURCE_KEY",
     "Assembly",
     "Fused",
     "HeadPlan",
@@ -41,6 +36,8 @@ __all__ = [
     "fuse_models",
     "head",
     "homes",
+    "mark",
+    "origin_of",
     "planted",
     "put_back_as_saved",
 ]

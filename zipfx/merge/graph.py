@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from zipfx.analysis import mix, select
 from zipfx.merge.heads import HeadPlan
-from zipfx.merge.module import HEAD_KEY, HEADS, SOURCE_KEY
+from zipfx.merge.module import HEADS
+from zipfx.merge.origin import mark
 from zipfx.model.calls import Expectation
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.model.tensors import clone_tensors
@@ -31,8 +32,7 @@ def copy_trunk(
                 graph.call_function(e.check, (inputs[e.name], *e.arguments))
             left = []
         seen[node] = graph.node_copy(node, seen.__getitem__)
-        seen[node].meta.pop(HEAD_KEY, None)
-        seen[node].meta[SOURCE_KEY] = node.name
+        mark(seen[node], head=None, source=node.name)
     return seen
 
 
@@ -56,7 +56,7 @@ def copy_head(
 
     def add(kind: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         node = graph.create_node(kind, target, args, {}, name=name)
-        node.meta[HEAD_KEY] = k
+        mark(node, head=k)
         return node
 
     def value(j: int) -> fx.Node:
@@ -101,5 +101,6 @@ def copy_head(
             name=f"head{k}_{node.name.lstrip('_')}",
             type_expr=node.type,
         )
-        made[i].meta = {**node.meta, HEAD_KEY: k, SOURCE_KEY: node.name}
+        made[i].meta = dict(node.meta)
+        mark(made[i], head=k, source=node.name)
     return result

@@ -92,12 +92,12 @@ class _HeadPlanner:
         self.at = {n: i for i, n in enumerate(self.nodes)}
         self.last = grouping.last
         self.named = {name: id(t) for name, t in named_tensors(module).items()}
-        ledger = facts.ledger
-        self.colours = _by_node((c.node, c) for c in ledger.colours)
-        self.edges = _by_node((e.node, e) for e in ledger.edges)
-        self.contractions = _by_node((c.node, c) for c in ledger.contractions)
-        self.members = _by_node((m.node, m) for m in ledger.members)
-        self.produced = _by_node((node, ids) for ids, node in ledger.produced)
+        constraints = facts.constraints
+        self.colours = _by_node((c.node, c) for c in constraints.colours)
+        self.edges = _by_node((e.node, e) for e in constraints.edges)
+        self.contractions = _by_node((c.node, c) for c in constraints.contractions)
+        self.members = _by_node((m.node, m) for m in constraints.members)
+        self.produced = _by_node((node, ids) for ids, node in constraints.produced)
         # a head that writes in place, and reads what it wrote by its old name, does so on features
         # of its own
         late = [(j, i) for j, i, _ in facts.rewritten if j > self.last]
@@ -291,7 +291,7 @@ class _HeadPlanner:
 
     def _columns(self, w: Ints, x: Sequence[Ints]) -> tuple[int, list[Move]] | None:
         """The unmerge of the axis with labels w, which reads the features x: (weight id, maps)."""
-        for axis in self.facts.ledger.axes:
+        for axis in self.facts.constraints.axes:
             if axis.start <= w[0] < axis.stop:
                 if (
                     len(w) != axis.stop - axis.start

@@ -1,4 +1,4 @@
-"""Rewrite: build the merged GraphModule, with the model's own module tree and names.
+"""Module: the merged GraphModule, with the model's own module tree and names.
 
 The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut lies in
 `merged.task_heads[k]` under the names of model k.
@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from zipfx.analysis import mix, select
 from zipfx.errors import ZipError
+from zipfx.merge.origin import origin_of
 from zipfx.model.calls import EXPECTATIONS
 from zipfx.model.graph_module import GraphModule
 from zipfx.model.tensors import clone_tensors
@@ -21,10 +22,7 @@ from zipfx.modes import own_modes
 from zipfx.trace import Tree, ValueOf, plant, plant_unused
 
 HEADS = "task_heads"
-HEAD_KEY = "zipfx_head"
-SOURCE_KEY = "zipfx_source"  # name of the node that a node was copied from
 BAKED = "baked"  # what parameters are called that take the place of computed weights
-BAKED_KEY = "zipfx_baked"  # marks the nodes that read them
 #: functions that a merge puts between trunk and head, and behind its inputs
 INSERTED = (clone_tensors, torch.clone, torch.index_select, select, mix, *EXPECTATIONS)
 
@@ -125,7 +123,7 @@ def head(merged: fx.GraphModule, k: int) -> fx.GraphModule:
     for node in graph.nodes:  # the mark of its head is lost when a module is pickled
         path = str(node.target).split(".")
         theirs = path[0] == HEADS and path[1] != str(k)
-        if node.meta.get(HEAD_KEY, k) != k or theirs or foreign & set(node.all_input_nodes):
+        if origin_of(node).head not in (None, k) or theirs or foreign & set(node.all_input_nodes):
             foreign.add(node)
     for node in reversed(list(graph.nodes)):
         if node in foreign:

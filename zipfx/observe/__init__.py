@@ -18,7 +18,8 @@ from zipfx.observe.examples import Example, example_arguments, example_batch, ex
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.moments import Moments, pooled
 from zipfx.observe.observer import Seen
-from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
+from zipfx.observe.similarity import SIMILARITIES, Similarity
+from zipfx.observe.statistics import Statistics
 
 __all__ = [
     "PLACES",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from zipfx.analysis import Place
 from zipfx.model.tensors import inexact
 from zipfx.observe.moments import Moments
-from zipfx.observe.statistics import Similarity, Statistics
+from zipfx.observe.similarity import Similarity
+from zipfx.observe.statistics import Statistics
 
 
 class Observer(nn.Module):
@@ -73,8 +73,12 @@ class Observer(nn.Module):
     def statistics(self) -> Statistics:
         """Count, mean (N,) and covariance (N, N) of all samples so far."""
         seen, sizes = self.moments, (self.size,) * self.models
-        return Statistics(
-            seen.count, seen.mean, seen.covariance(), sizes, self.resolution, trusted=True
+        return Statistics.trusted(
+            count=seen.count,
+            mean=seen.mean,
+            covariance=seen.covariance(),
+            sizes=sizes,
+            resolution=self.resolution,
         )
 
     def first_broken(self) -> int | None:
@@ -102,14 +106,21 @@ def combine(
         reads = [s for s, o in zip(statistics, observers, strict=True) if o.read] or statistics[-1:]
         read = sum((_scaled(s.second_moment()) for s in reads), torch.zeros_like(first.covariance))
     if len(statistics) == 1:
-        return replace(first, moment=read)
+        return Statistics.trusted(**{**vars(first), "moment": read})
     mean = torch.stack([s.mean for s in statistics]).mean(0)
     covariance = torch.zeros_like(first.covariance)
     for s in statistics:
         covariance += _scaled(s.covariance) if similarity == "covariance" else _alike(s, similarity)
     if similarity == "cosine":
         mean.zero_()  # they are in the cosines
-    return Statistics(first.count, mean, covariance, first.sizes, 0.0, trusted=True, moment=read)
+    return Statistics.trusted(
+        count=first.count,
+        mean=mean,
+        covariance=covariance,
+        sizes=first.sizes,
+        resolution=0.0,
+        moment=read,
+    )
 
 
 def _alike(statistics: Statistics, similarity: Similarity) -> Tensor:

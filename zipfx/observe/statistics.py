@@ -1,22 +1,17 @@
-"""Second-order statistics of one feature space, and the similarity that matching works on."""
+"""Statistics: mean and covariance of the features of one space, those of K models side by side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
+from zipfx.observe.similarity import Similarity, correlation, cosine, similarity
 from zipfx.values import ByValue
 
-Similarity = Literal["correlation", "covariance", "cosine"]
-SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
-
-_ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
 _STILL = 1e-10  # of the largest mean: what varies by less carries nothing
-_TIE = 1e-6  # what a difference of means may cost at most
 _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
 
 
@@ -33,8 +28,6 @@ class Statistics(ByValue):
         resolution: relative rounding of the activations that were observed, the eps of their dtype.
         moment: (N, N) float64, symmetric: mean products of the features where weights read them, in
             any unit, if these are not where the others were observed.
-        trusted: the values are symmetric and finite by construction (an observer's are): skip the
-            checks of them, which read the covariance several times.
 
     Raises:
         ZipError: shapes, dtypes or values that cannot be statistics of these features.
@@ -51,13 +44,31 @@ class Statistics(ByValue):
     covariance: Tensor
     sizes: tuple[int, ...]
     resolution: float = torch.finfo(torch.float32).eps
-    trusted: bool = False
     moment: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._check_shapes()
-        if not self.trusted:
-            self._check_values()
+        _check_values(self)
+
+    @classmethod
+    def trusted(
+        cls,
+        count: int,
+        mean: Tensor,
+        covariance: Tensor,
+        sizes: tuple[int, ...],
+        resolution: float = torch.finfo(torch.float32).eps,
+        moment: Tensor | None = None,
+    ) -> Statistics:
+        """The same of values that are symmetric and finite by construction (an observer's are):
+        without the checks of them, which read the covariance several times."""
+        found = object.__new__(cls)
+        vars(found).update(
+            count=count, mean=mean, covariance=covariance, sizes=sizes, resolution=resolution,
+            moment=moment,
+        )  # fmt: skip
+        found._check_shapes()
+        return found
 
     def _check_shapes(self) -> None:
         mean, covariance, total = self.mean, self.covariance, sum(self.sizes)
@@ -79,35 +90,6 @@ class Statistics(ByValue):
                 "convert both to torch.float64"
             )
 
-    def _check_values(self) -> None:
-        if self.count < 1:
-            raise ZipError(f"the statistics are of {self.count} samples: at least 1 is needed")
-        if not 0 <= self.resolution < 1:
-            raise ZipError(f"the resolution is {self.resolution}: it must be in 0 .. 1, as an eps")
-        for name, values in (("mean", self.mean), ("covariance", self.covariance)):
-            broken = int((~values.isfinite()).sum())
-            if broken:
-                raise ZipError(
-                    f"{broken} of {values.numel()} entries of the {name} are not finite: "
-                    "look for inf or nan in the activations of the calibration data"
-                )
-        if not sum(self.sizes):
-            return
-        variance = self.covariance.diagonal()
-        if variance.min() < 0:
-            raise ZipError(
-                f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
-                f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
-            )
-        gap = float((self.covariance - self.covariance.T).abs().max())
-        largest = float(self.covariance.abs().max())
-        if gap > _ASYMMETRY * largest:
-            raise ZipError(
-                f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
-                f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
-                f"{_ASYMMETRY:g} is accepted)"
-            )
-
     def select(self, index: Tensor, sizes: tuple[int, ...]) -> Statistics:
         """The statistics of some of the features, index (n,) int64, in this order.
 
@@ -119,10 +101,13 @@ class Statistics(ByValue):
         """
         index = index.to(self.mean.device)
         both = index[:, None], index
-        moment = None if self.moment is None else self.moment[both]
-        covariance = self.covariance[both]
-        return replace(
-            self, mean=self.mean[index], covariance=covariance, sizes=sizes, moment=moment
+        return Statistics.trusted(
+            count=self.count,
+            mean=self.mean[index],
+            covariance=self.covariance[both],
+            sizes=sizes,
+            resolution=self.resolution,
+            moment=None if self.moment is None else self.moment[both],
         )
 
     @property
@@ -146,31 +131,19 @@ class Statistics(ByValue):
 
         Rows and columns of constant features are 0 off the diagonal.
         """
-        std = torch.where(self.constant, torch.inf, self.covariance.diagonal().sqrt())
-        return self._scaled(std).clamp_(-1, 1).fill_diagonal_(1)
+        return correlation(self.mean, self.covariance, self.constant)
 
     def cosine(self) -> Tensor:
         """(N, N) float64 in [-1, 1]: cosines of the features as vectors over all samples, means
         included; exactly symmetric, diagonal 1, never nan. 0 off the diagonal where a feature is
         always 0."""
-        length = torch.hypot(self.covariance.diagonal().sqrt(), self.mean)
-        length = torch.where(length == 0, torch.inf, length)
-        result = self._scaled(length)
-        return result.addr_(*[self.mean / length] * 2).clamp_(-1, 1).fill_diagonal_(1)
+        return cosine(self.mean, self.covariance, self.constant)
 
     def second_moment(self) -> Tensor:
         """(N, N) float64: the mean products of any two features, means included."""
         if self.moment is not None:
             return self.moment
         return torch.addr(self.covariance, self.mean, self.mean)
-
-    def _scaled(self, size: Tensor) -> Tensor:
-        """The covariance over the outer product of `size`, exactly symmetric; a new tensor."""
-        result = (self.covariance / 2).add_(self.covariance.T, alpha=0.5)
-        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
-            # One division by the outer product: its rounding is the same in (i, j) and (j, i).
-            result[rows] /= torch.outer(size[rows], size)
-        return result
 
     def similarity(self, kind: Similarity = "correlation") -> Tensor:
         """(N, N) float64 in [-3, 1]: how well one feature can stand for another; never nan.
@@ -191,26 +164,37 @@ class Statistics(ByValue):
                 [-2.5000,  1.0000,  0.5000],
                 [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
         """
-        if kind == "covariance":
-            variance = self.covariance.diagonal()
-            largest = variance.max().sqrt() if variance.any() else torch.ones(()).to(variance)
-            result = self._scaled(largest.expand(len(variance))).clamp_(-1, 1).fill_diagonal_(1)
-        else:
-            result = self.correlation() if kind == "correlation" else self.cosine()
-        size = self.mean.abs().clamp(min=torch.finfo(torch.float64).tiny)
-        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
-            apart = (self.mean[rows, None] - self.mean).abs_()
-            result[rows] -= apart.div_(size[rows, None] / 2 + size / 2).mul_(_TIE / 2)
-        fixed = self.constant.nonzero().flatten()
-        moving = (~self.constant).nonzero().flatten()
-        if len(fixed):
-            half = self.mean[fixed] / 2  # halves: neither sums nor differences can overflow
-            size = half.abs()
-            distance = (half[:, None] - half).abs_()
-            total = (size[:, None] + size).clamp_(min=torch.finfo(torch.float64).tiny)
-            result[fixed[:, None], fixed] = distance.div_(total).neg_().add_(1)
-            apart = (self.mean[fixed, None] - self.mean[moving]).abs_()
-            mixed = (1 + apart).reciprocal_().sub_(3)
-            result[fixed[:, None], moving] = mixed
-            result[moving[:, None], fixed] = mixed.T
-        return result
+        return similarity(kind, self.mean, self.covariance, self.constant)
+
+
+def _check_values(statistics: Statistics) -> None:
+    """Raise ZipError unless they can be those of features."""
+    if statistics.count < 1:
+        raise ZipError(f"the statistics are of {statistics.count} samples: at least 1 is needed")
+    if not 0 <= statistics.resolution < 1:
+        raise ZipError(
+            f"the resolution is {statistics.resolution}: it must be in 0 .. 1, as an eps"
+        )
+    for name, values in (("mean", statistics.mean), ("covariance", statistics.covariance)):
+        broken = int((~values.isfinite()).sum())
+        if broken:
+            raise ZipError(
+                f"{broken} of {values.numel()} entries of the {name} are not finite: "
+                "look for inf or nan in the activations of the calibration data"
+            )
+    if not sum(statistics.sizes):
+        return
+    variance = statistics.covariance.diagonal()
+    if variance.min() < 0:
+        raise ZipError(
+            f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
+            f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
+        )
+    gap = float((statistics.covariance - statistics.covariance.T).abs().max())
+    largest = float(statistics.covariance.abs().max())
+    if gap > _ASYMMETRY * largest:
+        raise ZipError(
+            f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
+            f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
+            f"{_ASYMMETRY:g} is accepted)"
+        )

@@ -1,4 +1,4 @@
-"""Repair: what is re-estimated after the weights are fused.
+"""Batch norm: the statistics of BatchNorms, measured again in the merge.
 
 Averaging features shrinks their variance, so running statistics of the originals no longer fit
 (Jordan et al., REPAIR, 2023); "bn" measures them again on the calibration data.

@@ -1,4 +1,4 @@
-"""Replay: run graphs over all batches at once, and stop wherever something is to be looked at."""
+"""Batches: run graphs over all of them at once, and stop where something is to be looked at."""
 
 from __future__ import annotations
 

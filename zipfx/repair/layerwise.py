@@ -1,4 +1,4 @@
-"""Refit: every layer of the merged model once more, by least squares on what it really reads.
+"""Layerwise: every layer of a merge once more, by least squares on what it really reads.
 
 In the order of the graph a layer's weights become those with which its inputs, as the merged
 network computes them, come closest to what it should compute (`targets`). What earlier layers got

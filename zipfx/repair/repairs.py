@@ -34,8 +34,8 @@ class Repair(Protocol):
     >>> merged = zipfx.zip([a, b], [x], repair=centred, progress=False)
     >>> torch.allclose(merged(x).mean(0), ((a(x) + b(x)) / 2).mean(0), atol=1e-5)
     True
-    >>> merged.meta["zipfx"].repair, merged.meta["zipfx"].batches["repair"]
-    ('__main__.centred', 1)
+    >>> merged.meta["zipfx"].repair.endswith("centred"), merged.meta["zipfx"].batches["repair"]
+    (True, 1)
     """
 
     def __call__(

@@ -65,7 +65,7 @@ def count_flops(module: fx.GraphModule, inputs: tuple[Any, ...]) -> int:
 
 def count_layers(analysis: Analysis) -> tuple[int, int]:
     """Nodes that read features or inputs with a weight: in the trunk, and in all."""
-    nodes = {c.node for c in analysis.facts.ledger.contractions if c.node >= 0}
+    nodes = {c.node for c in analysis.facts.constraints.contractions if c.node >= 0}
     nodes |= {
         i
         for i, n in enumerate(analysis.module.graph.nodes)

@@ -1,4 +1,4 @@
-"""Example: a tracer with an example value beside every node.
+"""By example: a tracer with an example value beside every node.
 
 `ExampleTracer` computes every node on example inputs while it records them, so that it can answer
 where Python needs to know: the length of a list, the number of rows to loop over, whether a size is
@@ -9,35 +9,27 @@ one that would depend on their data is refused.
 from __future__ import annotations
 
 import copy
-import linecache
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from zipfx.model.calls import Argument
-from zipfx.trace.nodes import is_in_place, name_of
-from zipfx.trace.symbolic import Tracer, is_tracing_code
+from zipfx.trace.known import Call, Evaluation, Known, Questions
+from zipfx.trace.nodes import is_in_place
+from zipfx.trace.symbolic import Tracer
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
 FACTORIES = """
     arange as_tensor empty eye full linspace logspace ones rand randint randn randperm
     scalar_tensor tensor tril_indices triu_indices zeros
 """.split()
-#: values that leave for Python where torch can not see it
-_ESCAPES = ("tolist", "numpy")
-#: results with as many items as their input has rows or pieces
-_COUNTED = ("split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
-_SHAPE = "a shape"
 
 
 def with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -58,23 +50,15 @@ def with_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Modu
 
 
 class ExampleProxy(fx.Proxy):
-    """A proxy that knows the value of its node on the example inputs.
-
-    value: as the model would see it; given: whether it comes from the inputs at all, not from
-    parameters alone; free: whether the number, or the shape, is decided by the data of a tensor;
-    about: what a branch on it is a branch on.
-    """
+    """A proxy of a node that is known on the example inputs."""
 
     tracer: ExampleTracer
-    value: Any
-    given: bool
-    free: bool
-    about: str
+    known: Known
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("value", "given", "free", "about", "node", "tracer"):  # not set yet
+        if name in ("known", "node", "tracer"):  # not set yet
             raise AttributeError(name)
-        record, value = self.tracer.create_proxy, self.value
+        record, value = self.tracer.create_proxy, self.known.value
         if name == "is_nested":
             return value.is_nested
         if isinstance(value, Mapping) and name in ("items", "values", "get"):
@@ -90,8 +74,9 @@ class ExampleProxy(fx.Proxy):
         return len(self.tracer.shape_of(self))
 
     def __contains__(self, item: Any) -> bool:
-        values = self.value if isinstance(self.value, Mapping) else self.tracer.answer(self)
-        return (item.value if isinstance(item, ExampleProxy) else item) in values
+        value = self.known.value
+        values = value if isinstance(value, Mapping) else self.tracer.answer(self)
+        return (item.known.value if isinstance(item, ExampleProxy) else item) in values
 
     def __index__(self) -> int:
         return operator.index(self.tracer.answer(self))
@@ -110,7 +95,7 @@ class ExampleProxy(fx.Proxy):
 
     def _write(self, function: Callable[..., Any], other: Any) -> Any:
         """`x += y`, which is `x = x + y` to fx; that is another thing where x has a second name."""
-        if not (self.tracer.writes and isinstance(self.value, Tensor)):
+        if not (self.tracer.writes and isinstance(self.known.value, Tensor)):
             return NotImplemented
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
@@ -133,25 +118,8 @@ class ExampleProxy(fx.Proxy):
         used: list[Any] = []
         map_aggregate((args or (), kwargs or {}), used.append)
         proxies = [p for p in used if isinstance(p, ExampleProxy)]
-        proxies[0].tracer.take_back({p.node for p in proxies})
+        proxies[0].tracer.questions.take_back({p.node for p in proxies})
         return super().__torch_function__(orig_method, types, args, kwargs)
-
-
-class _Watch(TorchDispatchMode):
-    """Sees whether anything that ran let data decide over a shape or a Python number."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shape = self.number = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tags = func.tags
-        by_position = func is torch.ops.aten.index.Tensor and not any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        self.shape |= torch.Tag.dynamic_output_shape in tags and not by_position
-        self.number |= torch.Tag.data_dependent_output in tags
-        return func(*args, **(kwargs or {}))
 
 
 class ExampleTracer(Tracer):
@@ -182,13 +150,9 @@ class ExampleTracer(Tracer):
         opened: bool = False,
     ) -> None:
         super().__init__(arguments, opened=opened)
-        self.inputs, self.writes = list(inputs), writes
-        self.shapes = [tuple(t.shape) for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
-        self.asked: set[fx.Node] = set()
-        self._fresh: list[tuple[fx.Node, str]] = []
-        self._notes: dict[str, None] = {}
-        self._runs = False
-        self._shapes_only = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(inputs))
+        self.writes = writes
+        self.evaluation = Evaluation(inputs)
+        self.questions = Questions(self.evaluation.shapes)
         self.most: int | None = None
 
     @property
@@ -199,24 +163,24 @@ class ExampleTracer(Tracer):
 
     @property
     def notes(self) -> list[str]:
-        self._keep()
-        return list(self._notes)
-
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace a module; `is_leaf_module` and the like are as in every `fx.Tracer`."""
-        if self._shapes_only:
-            root = with_tensors(root, lambda t: t.to("meta"))
-        own = set(vars(root))
-        with self._recorded_factories():
-            graph = super().trace(root, concrete_args)
-        if self._shapes_only and (constants := set(vars(root)) - own):
-            raise TraceError(f"forward makes constants, whose values it needs: {sorted(constants)}")
-        return graph
+        return self.questions.notes
 
     @property
     def runs(self) -> bool:
         """Whether operations are carried out at the moment, and not recorded."""
-        return self._runs
+        return self.evaluation.runs
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a module; `is_leaf_module` and the like are as in every `fx.Tracer`."""
+        shapes_only = self.evaluation.shapes_only
+        if shapes_only:
+            root = with_tensors(root, lambda t: t.to("meta"))
+        own = set(vars(root))
+        with _recorded_factories(self):
+            graph = super().trace(root, concrete_args)
+        if shapes_only and (constants := set(vars(root)) - own):
+            raise TraceError(f"forward makes constants, whose values it needs: {sorted(constants)}")
+        return graph
 
     # ---------------------------------------------------------------- recording
     def proxy(self, node: fx.Node) -> ExampleProxy:
@@ -232,99 +196,45 @@ class ExampleTracer(Tracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
-        self._keep()
+        self.questions.keep()
         if self.overfull:
             raise TraceError(f"forward makes more than {self.most} nodes with these inputs")
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         assert isinstance(proxy, ExampleProxy)
-        self._evaluate(proxy, kind, target, args, kwargs)
-        if kind == "placeholder" and proxy.value is None:
-            self._notes[f"traced with {target}=None, as in the example inputs"] = None
-        return proxy if proxy.value is not None else None  # `is None` can not be recorded
+        proxy.known = self._evaluated(kind, target, args, kwargs)
+        if proxy.known.value is not None:
+            return proxy
+        if kind == "placeholder":
+            self.questions.note(f"traced with {target}=None, as in the example inputs")
+        return None  # `is None` can not be recorded
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        return attr_val if self._runs else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val if self.runs else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._runs:
+        if self.runs:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
-    @contextmanager
-    def _recorded_factories(self) -> Iterator[None]:
-        """All calls that make tensors become nodes, also those that torch's parser would refuse."""
-
-        def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                if self._runs:
-                    return factory(*args, **kwargs)
-                return self.create_proxy("call_function", factory, args, kwargs)
-
-            return record
-
-        factories = {name: getattr(torch, name) for name in FACTORIES}
-        try:
-            for name, factory in factories.items():
-                setattr(torch, name, recorded(factory))
-            yield
-        finally:
-            for name, factory in factories.items():
-                setattr(torch, name, factory)
-
-    # ---------------------------------------------------------------- values
-    def _evaluate(
-        self, proxy: ExampleProxy, kind: str, target: Any, args: Any, kwargs: Any
-    ) -> None:
+    def _evaluated(self, kind: str, target: Any, args: Any, kwargs: Any) -> Known:
         used: list[ExampleProxy] = []
 
         def value_of(a: Any) -> Any:
             if isinstance(a, ExampleProxy):
                 used.append(a)
-                return a.value
+                return a.known.value
             return a
 
-        values, options = map_aggregate((args, kwargs), value_of)
-        proxy.given = kind == "placeholder" or any(p.given for p in used)
-        watch = _Watch()
-        self._runs = True
-        try:
-            with torch.no_grad(), watch, self._device():
-                proxy.value = self._run(kind, target, values, options)
-        finally:
-            self._runs = False
-        name = name_of(target)
-        number = not any(isinstance(t, Tensor) for t in tree_leaves(proxy.value))
-        escapes = watch.shape or (number and (watch.number or name in _ESCAPES))
-        proxy.free = escapes or any(p.free for p in used)
-        proxy.about = _SHAPE if proxy.given else "the state of the model"
-        if number and kind == "placeholder":
-            proxy.about = f"argument {target!r}"
-        elif number and target is getattr and args[1] in ("dtype", "device"):
-            proxy.about = f"a {args[1]}"
-        elif number and proxy.given:
-            proxy.about = next((p.about for p in used if p.given and p.about != _SHAPE), _SHAPE)
-        if used and is_in_place(target):
-            used[0].given |= proxy.given
-
-    def _device(self) -> AbstractContextManager[Any]:
-        """Where tensors are made that are made of numbers."""
-        return torch.device("meta") if self._shapes_only else nullcontext()
-
-    def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        if kind == "placeholder":
-            return self.inputs.pop(0) if self.inputs else args[0]
-        if kind == "get_attr":
-            return operator.attrgetter(target)(self.root)
-        if kind == "call_module":
-            return self.root.get_submodule(target)(*args, **kwargs)
-        if kind == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+        call = Call(kind, target, *map_aggregate((args, kwargs), value_of))
+        known = self.evaluation.known(self.root, call, [proxy.known for proxy in used])
+        if used and is_in_place(target) and known.given:
+            used[0].known = replace(used[0].known, given=True)
+        return known
 
     # ---------------------------------------------------------------- answers
     def to_bool(self, obj: fx.Proxy) -> bool:
         assert isinstance(obj, ExampleProxy)
-        if isinstance(obj.value, (Tensor, int, float)):
+        if isinstance(obj.known.value, (Tensor, int, float)):
             return bool(self.answer(obj))
         return bool(self.shape_of(obj))
 
@@ -339,65 +249,34 @@ class ExampleTracer(Tracer):
 
     def keys(self, obj: fx.Proxy) -> Any:
         assert isinstance(obj, ExampleProxy)
-        return obj.value.keys()
+        return obj.known.value.keys()
 
     def answer(self, proxy: ExampleProxy) -> Any:
         """The value of a node, which Python needs; it may depend on shapes, not on data."""
-        data = proxy.free or isinstance(proxy.value, Tensor)
-        if data and (proxy.given or self._learned(proxy.node)):
-            raise TraceError(
-                f"Python needs the value of node {proxy.node.name!r}, which depends on the data "
-                "of a tensor: it is another one for every input, or for every model"
-            )
-        if data or proxy.given:
-            self._ask(proxy)
-        return proxy.value
+        return self.questions.value(proxy.node, proxy.known, self.root)
 
     def shape_of(self, proxy: ExampleProxy) -> Any:
         """The value of a node of which Python needs only the length."""
-        if proxy.free and proxy.given:
-            raise TraceError(
-                f"Python needs the length of node {proxy.node.name!r}, which depends on the data "
-                "of a tensor: it is another one for every input"
-            )
-        if proxy.given and self._counted(proxy):
-            self._ask(proxy)
-        return proxy.value
+        return self.questions.length(proxy.node, proxy.known)
 
-    def _counted(self, proxy: ExampleProxy) -> bool:
-        """Whether another input may well have another number of items."""
-        node, value, name = proxy.node, proxy.value, name_of(proxy.node.target)
-        while node.target is operator.getitem:
-            node = node.args[0]  # type: ignore[assignment]
-        listed = node.op == "placeholder" and not isinstance(value, (Mapping, str))
-        return isinstance(value, Tensor) or name in _COUNTED or listed
 
-    def _learned(self, node: fx.Node) -> bool:
-        """Whether a node that needs no input comes from parameters, not from flags in buffers."""
-        if node.op == "get_attr":
-            return node.target in dict(self.root.named_parameters())
-        return node.op == "call_module" or any(map(self._learned, node.all_input_nodes))
+@contextmanager
+def _recorded_factories(tracer: ExampleTracer) -> Iterator[None]:
+    """All calls that make tensors become nodes, also those that torch's parser would refuse."""
 
-    # ---------------------------------------------------------------- notes
-    def _ask(self, proxy: ExampleProxy) -> None:
-        self.asked.add(proxy.node)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and is_tracing_code(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is not None:
-            file, line = frame.f_code.co_filename, frame.f_lineno
-            note = f"forward branches on {proxy.about} at {file}:{line}; traced for inputs of shape"
-            note = f"{note} {self.shapes}"
-            if not linecache.getline(file, line).lstrip().startswith("assert"):
-                self._fresh.append((proxy.node, note))
+    def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if tracer.runs:
+                return factory(*args, **kwargs)
+            return tracer.create_proxy("call_function", factory, args, kwargs)
 
-    def take_back(self, nodes: set[fx.Node]) -> None:
-        """Forget what was asked about these nodes since the last call.
+        return record
 
-        torch's own argument parser looks at numbers before it hands a call over to be recorded.
-        """
-        self._fresh = [(node, note) for node, note in self._fresh if node not in nodes]
-
-    def _keep(self) -> None:
-        self._notes.update(dict.fromkeys(note for _, note in self._fresh))
-        self._fresh = []
+    factories = {name: getattr(torch, name) for name in FACTORIES}
+    try:
+        for name, factory in factories.items():
+            setattr(torch, name, recorded(factory))
+        yield
+    finally:
+        for name, factory in factories.items():
+            setattr(torch, name, factory)

@@ -250,9 +250,9 @@ def _traced(
     except Exception as error:
         raise ZipError(_untraceable(root, error)) from error
     give_defaults(graph)
-    expects = [] if inputs is None else expectations(graph, inputs, aware.asked if aware else ())
-    if aware:
-        drop_answered(graph, aware.asked)
+    asked: set[fx.Node] = aware.questions.asked if aware else set()
+    expects = [] if inputs is None else expectations(graph, inputs, asked)
+    drop_answered(graph, asked)
     sink_shapes(graph)
     constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
     twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})

@@ -11,7 +11,7 @@ from torch import fx
 
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.grouping.places import find_places
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.facts import Facts
 from zipfx.analysis.spaces.space_map import SpaceMap
 from zipfx.analysis.spaces.values import Axis, Block, Pinned, Role, Space
@@ -28,10 +28,10 @@ def find_spaces(
 
     held: labels that were pinned from outside, and why.
     """
-    ledger, last, known = facts.ledger, grouping.last, grouping.known
+    constraints, last, known = facts.constraints, grouping.last, grouping.known
     axes: dict[int, list[Axis]] = {}
     tied: set[int] = set()
-    for axis in ledger.axes:
+    for axis in constraints.axes:
         labels = np.arange(axis.start, axis.stop)
         tables = grouping.tables(labels)
         numbers = [s for s, _ in tables]
@@ -51,7 +51,7 @@ def find_spaces(
             )
             found = Axis(axis.name, axis.dim, role, index, axis.by, axis.parts, implied)
             axes.setdefault(s, []).append(_as_a_whole(found, axis.size))
-    for ids, node in ledger.bilinear:
+    for ids, node in constraints.bilinear:
         if node <= last:
             tied |= set(grouping.space[grouping.vertex[ids[ids > 0]]].tolist())
     places = find_places(graph, facts, grouping)
@@ -69,8 +69,8 @@ def find_spaces(
         )
         for s, size in enumerate(grouping.sizes)
     )
-    variances = frozenset(name for name, node in ledger.variances if node <= last)
-    return SpaceMap(spaces, _pinned(ledger, grouping, held or {}), facts.notes, variances)
+    variances = frozenset(name for name, node in constraints.variances if node <= last)
+    return SpaceMap(spaces, _pinned(constraints, grouping, held or {}), facts.notes, variances)
 
 
 def _as_a_whole(axis: Axis, length: int) -> Axis:
@@ -98,37 +98,39 @@ def _names(axes: list[list[Axis]], of_blocks: tuple[bool, ...]) -> list[str]:
     return names
 
 
-def _pinned(ledger: Ledger, grouping: Grouping, held: Mapping[int, str]) -> tuple[Pinned, ...]:
+def _pinned(
+    constraints: Constraints, grouping: Grouping, held: Mapping[int, str]
+) -> tuple[Pinned, ...]:
     last, vertex, known = grouping.last, grouping.vertex, grouping.known
     seen = np.zeros(len(grouping.kind), bool)
-    for ids, node in (*ledger.alive, *((c.w, c.node) for c in ledger.contractions)):
+    for ids, node in (*constraints.alive, *((c.w, c.node) for c in constraints.contractions)):
         if node <= last:
             seen[vertex[ids[ids > 0]]] = True
     still = grouping.starts[1:] == grouping.starts[:-1]
     stay = seen & still
     why = {int(vertex[label]): reason for label, reason in held.items()}
-    for c in ledger.colours:
+    for c in constraints.colours:
         if c.reason and c.node <= last:
             for v in np.unique(vertex[c.a]).tolist():
                 why.setdefault(v, c.reason)
     counts: dict[tuple[str, int, str], int] = {}
     for label in np.flatnonzero(stay[vertex] & (known.axis >= 0)).tolist():
-        axis, v = ledger.axes[known.axis[label]], int(vertex[label])
+        axis, v = constraints.axes[known.axis[label]], int(vertex[label])
         reason = why.get(v, _OVERLAP if grouping.overlapping[v] else _UNLIKE)
         key = axis.name, axis.dim, reason
         counts[key] = counts.get(key, 0) + 1
     pinned = [Pinned(name, dim, n, reason) for (name, dim, reason), n in counts.items()]
-    return (*pinned, *_ordered(ledger, grouping, stay))
+    return (*pinned, *_ordered(constraints, grouping, stay))
 
 
-def _ordered(ledger: Ledger, grouping: Grouping, stay: Flags) -> list[Pinned]:
+def _ordered(constraints: Constraints, grouping: Grouping, stay: Flags) -> list[Pinned]:
     """Axes whose features move, but only as whole blocks."""
     found: dict[tuple[str, int, str], set[int]] = {}
-    for ids, node, reason in ledger.blocks:
+    for ids, node, reason in constraints.blocks:
         if node <= grouping.last:
             for label in ids[ids > 0].tolist():
                 axis_of = grouping.known.axis[label]
                 if not stay[grouping.vertex[label]] and axis_of >= 0:
-                    axis = ledger.axes[axis_of]
+                    axis = constraints.axes[axis_of]
                     found.setdefault((axis.name, axis.dim, reason), set()).add(label)
     return [Pinned(name, dim, len(ids), reason) for (name, dim, reason), ids in found.items()]

@@ -21,7 +21,7 @@ from zipfx.analysis.grouping.block_system import Nesting, nest
 from zipfx.analysis.grouping.components import components, in_parts, occurrences, runs
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.grouping.known import Known
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.facts import Facts
 from zipfx.analysis.labels.labels import overlapping
 from zipfx.hashing import Flags, Hashes, Ints, as_they_come, hash64
@@ -38,7 +38,7 @@ def group(
     held: labels whose features stay where they are (found unsafe by `verify`, say); crossing: nodes
     whose values leave the trunk, so that only features which leave together share a space.
     """
-    ledger = facts.ledger
+    constraints = facts.constraints
     last = len(facts.nodes) - 1 if last is None else last
     facts = facts.until(last)
     leaving = [
@@ -47,27 +47,27 @@ def group(
         for value in facts.nodes[i].values
         for slot in value.features
     ]
-    known = Known.learn(ledger, last, leaving)
-    component = components(ledger, last)
-    turn, name, shape = occurrences(ledger, last, known.axis, known.colour, component)
+    known = Known.learn(constraints, last, leaving)
+    component = components(constraints, last)
+    turn, name, shape = occurrences(constraints, last, known.axis, known.colour, component)
     held_labels = np.array(sorted(held), np.int64)
-    nesting = _nest(ledger, last, known, component, held_labels, shape, name)
+    nesting = _nest(constraints, last, known, component, held_labels, shape, name)
     vertex = nesting.vertex[component]
     turn = in_parts(turn, nesting.kind[vertex], nesting.part[component])
     n = len(nesting.kind)
 
-    first = np.full(n, ledger.size, np.int64)
+    first = np.full(n, constraints.size, np.int64)
     real = np.flatnonzero(known.axis >= 0)
     np.minimum.at(first, vertex[real], real)
     np.minimum.at(first, nesting.ancestor, first[nesting.child])
     free = np.zeros(n, bool)
-    for ids, node in ledger.alive:
+    for ids, node in constraints.alive:
         if node <= last:
             free[vertex[ids[ids > 0]]] = True
     inside = np.zeros(n, bool)
     inside[nesting.ancestor[free[nesting.child]]] = True
     free |= inside
-    free &= first < ledger.size
+    free &= first < constraints.size
     free[vertex[held_labels]] = False
     free[vertex[0]] = False
     free &= ~nesting.overlapping
@@ -83,7 +83,7 @@ def group(
 
 def _torn(facts: Facts, made: Grouping) -> set[int]:
     """Spaces with rows and columns of what is no whole square, on some axis or in some value."""
-    axes = [np.arange(axis.start, axis.stop) for axis in facts.ledger.axes]
+    axes = [np.arange(axis.start, axis.stop) for axis in facts.constraints.axes]
     values = [
         labels
         for node in facts.nodes[: made.last + 1]
@@ -111,7 +111,7 @@ def _rank(nesting: Nesting, first: Ints) -> Ints:
 
 
 def _nest(
-    ledger: Ledger,
+    constraints: Constraints,
     last: int,
     known: Known,
     component: Ints,
@@ -124,14 +124,14 @@ def _nest(
     lies_on[known.axis < 0] = 0
     np.add.at(colour, component, lies_on + known.colour)
     colour[component[held]] += hash64(1)
-    members = [m for m in ledger.members if m.node <= last]
+    members = [m for m in constraints.members if m.node <= last]
     empty = [np.zeros(0, np.int64)]
     a, b = (np.concatenate([getattr(m, name) for m in members] or empty) for name in ("a", "b"))
     role = np.concatenate([m.role for m in members] or [np.zeros(0, np.uint64)])
-    used = np.zeros(ledger.size, bool)
-    for ids in (*(e.a for e in ledger.edges), *(e.b for e in ledger.edges), a, b):
+    used = np.zeros(constraints.size, bool)
+    for ids in (*(e.a for e in constraints.edges), *(e.b for e in constraints.edges), a, b):
         used[ids] = True
-    for axis in ledger.axes:  # an axis that is also used as a whole ties its parts
+    for axis in constraints.axes:  # an axis that is also used as a whole ties its parts
         whole = np.arange(axis.base, axis.base + axis.size)
         if axis.by >= 0 and used[whole].any():
             a = np.concatenate([a, np.arange(axis.start, axis.stop)])

@@ -10,28 +10,34 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.hashing import Flags, Hashes, Ints, hash64
 
 
-def components(ledger: Ledger, last: int, *, weights_only: bool = False) -> Ints:
+def components(constraints: Constraints, last: int, *, weights_only: bool = False) -> Ints:
     """Which feature each label belongs to, by what nodes up to `last` have shown."""
-    a, b, _ = _edges(ledger, last, weights_only)
-    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(ledger.size, ledger.size))
+    a, b, _ = _edges(constraints, last, weights_only)
+    graph = coo_array(
+        (np.ones(len(a), np.int8), (a, b)), shape=(constraints.size, constraints.size)
+    )
     found: Ints = connected_components(graph, directed=False)[1].astype(np.int64)
     return found
 
 
-def _edges(ledger: Ledger, last: int, weights_only: bool = False) -> tuple[Ints, Ints, Ints]:
+def _edges(
+    constraints: Constraints, last: int, weights_only: bool = False
+) -> tuple[Ints, Ints, Ints]:
     """Both ends of all edges that nodes up to `last` have shown, and the node of each."""
-    edges = [e for e in ledger.edges if e.node <= last and (e.weights_only or not weights_only)]
+    edges = [
+        e for e in constraints.edges if e.node <= last and (e.weights_only or not weights_only)
+    ]
     none = [np.zeros(0, np.int64)]
     a, b = (np.concatenate([getattr(e, end) for e in edges] or none) for end in "ab")
     return a, b, np.repeat([e.node for e in edges], [len(e.a) for e in edges])
 
 
 def occurrences(
-    ledger: Ledger, last: int, axis: Ints, colour: Hashes, component: Ints
+    constraints: Constraints, last: int, axis: Ints, colour: Hashes, component: Ints
 ) -> tuple[Ints, Hashes, Hashes]:
     """The order of the labels of a feature on one axis, and what is to be alike in it.
 
@@ -48,7 +54,7 @@ def occurrences(
     """
     shape = np.zeros(int(component.max()) + 1, np.uint64)
     several = _repeated(component, axis)
-    a, b, node = _edges(ledger, last)
+    a, b, node = _edges(constraints, last)
     tied = np.flatnonzero(several[component[a]])
     tied = tied[np.argsort(component[a[tied]], kind="stable")]
     a, b, node = a[tied], b[tied], node[tied]

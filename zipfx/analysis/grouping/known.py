@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zipfx.analysis.grouping.components import components
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.hashing import Flags, Hashes, Ints, hash64
 
 
@@ -23,24 +23,26 @@ class Known:
     produced: Flags
 
     @staticmethod
-    def learn(ledger: Ledger, last: int, crossing: Sequence[tuple[Ints, ...]] = ()) -> Known:
+    def learn(
+        constraints: Constraints, last: int, crossing: Sequence[tuple[Ints, ...]] = ()
+    ) -> Known:
         """crossing: the labels that leave with each value that leaves the trunk, and how often."""
-        axis = np.full(ledger.size, -1, np.int64)
-        for i, a in enumerate(ledger.axes):
+        axis = np.full(constraints.size, -1, np.int64)
+        for i, a in enumerate(constraints.axes):
             axis[a.start : a.stop] = i
-        colour = np.zeros(ledger.size, np.uint64)
-        for c in ledger.colours:
+        colour = np.zeros(constraints.size, np.uint64)
+        for c in constraints.colours:
             if c.node <= last:
                 np.add.at(colour, c.a, c.value)
         for i, (ids, count) in enumerate(crossing):
             colour[ids] += hash64(hash64(-1 - i).view(np.int64) ^ count)
-        for a in ledger.axes:
+        for a in constraints.axes:
             if a.by >= 0:  # what an axis meets as a whole, all its parts meet
                 whole = colour[a.base : a.base + a.size]
                 colour[a.start : a.stop] += np.tile(hash64(whole.view(np.int64)), a.parts)
-        weights = components(ledger, last, weights_only=True)
-        consumed = [c.w for c in ledger.contractions if c.node <= last]
-        produced = [ids for ids, node in ledger.produced if node <= last]
+        weights = components(constraints, last, weights_only=True)
+        consumed = [c.w for c in constraints.contractions if c.node <= last]
+        produced = [ids for ids, node in constraints.produced if node <= last]
         return Known(axis, colour, _spread(weights, consumed), _spread(weights, produced))
 
 

@@ -24,7 +24,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
     after = {i: nodes[j].name for j, i, _ in facts.rewritten if j <= grouping.last}
     # node -> spaces that some weight, or some head, reads from its result
     readers: dict[int, set[int]] = {i: set(range(len(grouping.sizes))) for i in grouping.crossing}
-    for c in facts.ledger.contractions:
+    for c in facts.constraints.contractions:
         if 0 <= c.node <= grouping.last:
             met = {s for x in c.x for s in grouping.spaces(x)}
             for source in nodes[c.node].all_input_nodes:
@@ -53,7 +53,7 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
     for s, found in places.items():  # features of data are observed in data
         data = {i: place for i, place in found.items() if facts.nodes[i].kind == Kind.DATA}
         places[s] = data or found
-    weighted = {c.node for c in facts.ledger.contractions}
+    weighted = {c.node for c in facts.constraints.contractions}
     weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
     for found in places.values():
         reads = [i for i, place in found.items() if place.read and not place.blurred]

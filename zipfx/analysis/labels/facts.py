@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.inside import Address
 from zipfx.analysis.labels.labels import Kind, Labels
 from zipfx.hashing import Ints
@@ -32,8 +32,8 @@ class NodeFacts:
 
     values: features of the tensors in its result, in pytree order; kind: the largest of theirs
     (None where there is no tensor); owners: the nodes that made their storages; writes: the nodes
-    whose storages this one changed in place; traits: see `Ledger.trait`; inner: what weights read
-    and make inside it; chosen: whether its rows are others in every model (see `rows`).
+    whose storages this one changed in place; traits: see `Constraints.trait`; inner: what weights
+    read and make inside it; chosen: whether its rows are others in every model (see `rows`).
     """
 
     values: tuple[Labels, ...]
@@ -56,7 +56,7 @@ class Facts:
     that what follows was not seen at work.
     """
 
-    ledger: Ledger
+    constraints: Constraints
     nodes: tuple[NodeFacts, ...]
     notes: tuple[str, ...]
     state: tuple[str, ...] = ()

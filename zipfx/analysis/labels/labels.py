@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.hashing import Ints, as_fixed, hash64
+from zipfx.hashing import Hashes, Ints, as_fixed, hash64
 from zipfx.model.tensors import as_real
 
 
@@ -135,6 +135,16 @@ def beyond(fixed: Iterable[Tensor], dims: Collection[int]) -> tuple[Tensor, ...]
     """What fixed slots still tell when everything along `dims` is taken together."""
     rest = ((slot, support(slot) - set(dims)) for slot in fixed)
     return tuple(project(slot, keep) for slot, keep in rest if keep)
+
+
+def coordinates(fixed: Sequence[Tensor], shape: Sequence[int], dims: Collection[int]) -> Hashes:
+    """A hash of all coordinates along `dims` of a tensor, of a shape that broadcasts to its own."""
+    found = np.ones([1] * len(shape), np.uint64)
+    for slot in fixed:
+        if support(slot) & set(dims):
+            seen = hash64(project(slot, support(slot) & set(dims)).numpy())
+            found = found + hash64(seen.view(np.int64))
+    return found
 
 
 def trimmed(lab: Labels) -> Labels:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import Labels, beyond, by_value, place, placed, positions, support
 from zipfx.analysis.rules.call import Call, carried, pinned_along, rule
 from zipfx.analysis.rules.contraction import contract, without
@@ -22,10 +22,10 @@ from zipfx.analysis.rules.pointwise import join, reduce
 from zipfx.model.tensors import inexact
 
 
-def _one_to_one(ledger: Ledger, slots: Iterable[Tensor]) -> None:
+def _one_to_one(constraints: Constraints, slots: Iterable[Tensor]) -> None:
     """What is not linear stays exact only if merged features have one feature of each model."""
-    ledger.trait("mixes")
-    ledger.bilinear.extend((torch.unique(s).numpy(), ledger.node) for s in slots)
+    constraints.trait("mixes")
+    constraints.bilinear.extend((torch.unique(s).numpy(), constraints.node) for s in slots)
 
 
 def _results(call: Call) -> list[Tensor]:
@@ -52,11 +52,11 @@ def _rows_are_columns(call: Call, x: Labels) -> Labels:
     """A square matrix whose rows and columns are in one order, as for the identity."""
     last = len(x.shape) - 1
     both = [s for s in x.features if {last - 1, last} <= support(s)]
-    call.ledger.pin(both, f"{call.op.name()} needs rows and columns in one order")
+    call.constraints.pin(both, f"{call.op.name()} needs rows and columns in one order")
     own = tuple(s for s in x.features if all(s is not b for b in both))
     identity = placed(by_value(torch.eye(x.shape[-1])), {0: last - 1, 1: last}, last + 1)
-    y = join(call.ledger, [replace(x, features=own), identity], x.shape)
-    _one_to_one(call.ledger, (s for s in y.features if support(s) & {last - 1, last}))
+    y = join(call.constraints, [replace(x, features=own), identity], x.shape)
+    _one_to_one(call.constraints, (s for s in y.features if support(s) & {last - 1, last}))
     return y
 
 
@@ -71,7 +71,7 @@ def _inverse(call: Call) -> Labels | tuple[Labels, ...]:
         fixed=tuple(s.mT for s in x.fixed),
     )
     last = len(x.shape) - 1
-    _one_to_one(call.ledger, (s for s in x.features if support(s) & {last - 1, last}))
+    _one_to_one(call.constraints, (s for s in x.features if support(s) & {last - 1, last}))
     return (y, *_of_batches(call, x, 1)) if len(results) > 1 else y
 
 
@@ -92,8 +92,8 @@ def _solve(call: Call) -> tuple[Labels, ...]:
         | {len(lab.shape) - 2: at[0], len(lab.shape) - 1: at[1]}
         for lab, at in zip((a, b), where, strict=True)
     )
-    y = without(contract(call.ledger, a, b, (dims[0], dims[1]), k), k, (1,) * k)
-    _one_to_one(call.ledger, (s for s in a.features if max(support(s)) >= len(a.shape) - 2))
+    y = without(contract(call.constraints, a, b, (dims[0], dims[1]), k), k, (1,) * k)
+    _one_to_one(call.constraints, (s for s in a.features if max(support(s)) >= len(a.shape) - 2))
     x = placed(y, {d: d for d in range(len(shape))}, len(shape))
     return (replace(x, shape=shape), *_of_batches(call, a, 1))
 
@@ -109,7 +109,7 @@ def _determinant(call: Call) -> tuple[Labels, ...]:
     """The same for all orders of the rows, but for its sign, if the columns are in that order."""
     x = _rows_are_columns(call, call.labels("A"))
     n = len(x.shape) - 2
-    features, _ = reduce(call.ledger, x.features, {n, n + 1}, x.fixed)
+    features, _ = reduce(call.constraints, x.features, {n, n + 1}, x.fixed)
     return _of_batches(call, replace(x, features=features))
 
 
@@ -121,7 +121,7 @@ def _spectrum(call: Call) -> tuple[Labels, ...]:
     n, singular = len(x.shape) - 2, "svd" in str(call.op)
     held = tuple(s for s in x.features if support(s) & {n, n + 1})
     x = x if singular else _rows_are_columns(call, x)
-    features, _ = reduce(call.ledger, x.features, {n, n + 1}, x.fixed)
+    features, _ = reduce(call.constraints, x.features, {n, n + 1}, x.fixed)
     found = _of_batches(call, replace(x, features=features))
     values = {1} if singular else {0}
     return tuple(y if i in values else replace(y, pending=held) for i, y in enumerate(found))
@@ -135,9 +135,9 @@ def _factors(call: Call) -> Labels | tuple[Labels, ...]:
     """Computed row by row, or column by column."""
     last = len(call.of(call.tensors()[0]).shape) - 1
     reason = f"{call.op.name()} goes through rows and columns in their order"
-    x = pinned_along(call.ledger, call.of(call.tensors()[0]), {last - 1, last}, reason)
+    x = pinned_along(call.constraints, call.of(call.tensors()[0]), {last - 1, last}, reason)
     for t in call.tensors()[1:]:
-        call.ledger.pin(call.of(t).features, reason)
+        call.constraints.pin(call.of(t).features, reason)
     found = _of_batches(call, x)
     return found if isinstance(call.result, tuple) else found[0]
 
@@ -155,8 +155,8 @@ def _solve_by_factors(call: Call) -> Labels | tuple[Labels, ...]:
         if t is not b:
             lab = call.of(t)
             along = set(range(max(0, len(lab.shape) - 2), len(lab.shape)))
-            pinned_along(call.ledger, lab, along, reason)
-    x = pinned_along(call.ledger, call.of(b), {n - 2 if left else n - 1}, reason)
+            pinned_along(call.constraints, lab, along, reason)
+    x = pinned_along(call.constraints, call.of(b), {n - 2 if left else n - 1}, reason)
     shape = tuple(_results(call)[0].shape)
     x = placed(x, {d: d + len(shape) - n for d in range(n)}, len(shape))
     rows = len(shape) - (2 if left else 1)
@@ -164,13 +164,15 @@ def _solve_by_factors(call: Call) -> Labels | tuple[Labels, ...]:
     return (y, *_of_batches(call, y, 1)) if isinstance(call.result, tuple) else y
 
 
-def paired(ledger: Ledger, pairs: Labels) -> Labels:
+def paired(constraints: Constraints, pairs: Labels) -> Labels:
     """Labels of complex numbers whose real and imaginary parts lie along the last dimension.
 
     Where these are two features, as in a rotary embedding, the pair moves as a whole.
     """
     last = len(pairs.shape) - 1
-    x = slide(ledger, pairs, {last}, "two features are one complex number: they keep their order")
+    x = slide(
+        constraints, pairs, {last}, "two features are one complex number: they keep their order"
+    )
     shape = pairs.shape[:-1]
     features = tuple(s.squeeze(last) for s in x.features)
     fixed = tuple(s.squeeze(last) for s in beyond(x.fixed, {last}))
@@ -183,7 +185,7 @@ def _fourier(call: Call) -> Labels:
     x, shape = call.labels("self"), tuple(call.result.shape)
     along = {d % len(shape) for d in call.arg("dim")}
     reason = f"{call.op.name()} mixes all that lies along an axis, in its order"
-    x = slide(call.ledger, x, along, reason)
+    x = slide(call.constraints, x, along, reason)
     return Labels(shape, x.features, (*beyond(x.fixed, along), *positions(shape, along)), x.kind)
 
 
@@ -192,7 +194,7 @@ def _overlapping_sum(call: Call) -> Labels:
     """Windows, (..., count, ..., width), are added up where they lie, as at the end of an istft."""
     x, shape = call.labels("grad_in"), tuple(call.result.shape)
     dim, last = call.arg("dim") % len(shape), len(shape)
-    x = slide(call.ledger, x, {dim, last})
+    x = slide(call.constraints, x, {dim, last})
     keep = {d: d for d in range(last)}
     fixed = (place(s, keep, last) for s in beyond(x.fixed, {dim, last}))
     features = tuple(carried(x.features, keep, last))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import Labels, beyond, is_padded, narrow, place, project, support
 
 aten: Any = torch.ops.aten
@@ -31,7 +31,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    ledger: Ledger
+    constraints: Constraints
     of: Lookup
     see: Callable[..., Any]
 
@@ -109,7 +109,7 @@ def carried(slots: Sequence[Tensor], dims: dict[int, int], ndim: int) -> list[Te
 
 
 def without_padding(
-    ledger: Ledger, slot: Tensor, dims: Collection[int], *, alike: bool = False
+    constraints: Constraints, slot: Tensor, dims: Collection[int], *, alike: bool = False
 ) -> Tensor | None:
     """A slot that varies along `dims` only in where features are missing (zero padding), without
     these dimensions; None if it is another.
@@ -128,24 +128,24 @@ def without_padding(
         if alike:
             return None
         label = found.amax([d for d in range(found.ndim) if d not in apart], keepdim=True)
-        ledger.colour(label, missing.expand(label.shape))
+        constraints.colour(label, missing.expand(label.shape))
     return narrow(found)
 
 
-def pinned_along(ledger: Ledger, x: Labels, dims: Collection[int], reason: str) -> Labels:
+def pinned_along(constraints: Constraints, x: Labels, dims: Collection[int], reason: str) -> Labels:
     """Labels of what an operation does along `dims` as only data knows, or in an order of its own:
     features that lie there are pinned, what lies elsewhere is as before."""
-    slots = [(s, without_padding(ledger, s, dims)) for s in x.features]
-    ledger.pin([s for s, rest in slots if rest is None], reason)
+    slots = [(s, without_padding(constraints, s, dims)) for s in x.features]
+    constraints.pin([s for s, rest in slots if rest is None], reason)
     features = tuple(rest for _, rest in slots if rest is not None)
     return replace(x, features=features, fixed=beyond(x.fixed, dims))
 
 
 def opaque(call: Call) -> None:
     """What is not understood pins everything it touches."""
-    name, where = call.op.name(), call.ledger.where
+    name, where = call.op.name(), call.constraints.where
     why = f"{name} is not understood ({where})"
     if any(isinstance(t, Tensor) for t in tree_leaves(call.result)) or call.op._schema.is_mutable:
         why += "; teach it with zipfx.register_rule, see docs/analysis.md"
     for t in call.tensors():
-        call.ledger.pin(call.of(t).features, why)
+        call.constraints.pin(call.of(t).features, why)

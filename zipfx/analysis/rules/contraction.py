@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
@@ -24,7 +24,11 @@ from zipfx.analysis.rules.pointwise import join, meet, not_elementwise, reduce
 
 
 def contract(
-    ledger: Ledger, x: Labels, w: Labels, dims: tuple[dict[int, int], dict[int, int]], k: int
+    constraints: Constraints,
+    x: Labels,
+    w: Labels,
+    dims: tuple[dict[int, int], dict[int, int]],
+    k: int,
 ) -> Labels:
     """x times w, summed over k: a pointwise product in a common frame, then a symmetric sum.
 
@@ -35,7 +39,7 @@ def contract(
     framed = [placed(lab, at, ndim) for lab, at in zip((x, w), dims, strict=True)]
     shared = set(dims[0].values()) & set(dims[1].values())
     left, right = (
-        _parted(ledger, lab, other, shared - {k}, k) for lab, other in (framed, framed[::-1])
+        _parted(constraints, lab, other, shared - {k}, k) for lab, other in (framed, framed[::-1])
     )
     for lab, other in ((left, right), (right, left)):
         for slot in lab.fixed:
@@ -43,16 +47,16 @@ def contract(
                 seen = project(slot, support(slot) & shared)
                 for f in other.features:
                     if k in support(f):
-                        ledger.colour(*broadcast(f, seen))
-    _note_reading(ledger, left, right, k)
-    slots = _product(ledger, left, right)
+                        constraints.colour(*broadcast(f, seen))
+    _note_reading(constraints, left, right, k)
+    slots = _product(constraints, left, right)
     fixed = (*left.fixed, *right.fixed)
     shape = list(torch.broadcast_shapes(left.shape, right.shape))
     shape[k] = 1
-    return Labels(tuple(shape), *reduce(ledger, slots, {k}, fixed), max(x.kind, w.kind))
+    return Labels(tuple(shape), *reduce(constraints, slots, {k}, fixed), max(x.kind, w.kind))
 
 
-def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
+def _parted(constraints: Constraints, w: Labels, x: Labels, shared: set[int], k: int) -> Labels:
     """A stack of matrices: a weight has features of its own for every index of a shared dimension.
 
     Likewise where two of its axes are read, or made, as one (an expert and its hidden units).
@@ -68,55 +72,59 @@ def _parted(ledger: Ledger, w: Labels, x: Labels, shared: set[int], k: int) -> L
         group.sort(key=lambda s: int(s.max()))  # the axes of a parameter are numbered in order
         base = stack or (group[:1] if len(group) > 1 else [])
         for slot in group:
-            own = ledger.parted(slot, base[0]) if base and slot is not base[0] else None
-            found += [slot] if own is None else ledger.relate(own, base[0], weights_only=True)
-    produce(ledger, w, x, [s for s in found if k not in support(s) and not support(s) <= shared])
+            own = constraints.parted(slot, base[0]) if base and slot is not base[0] else None
+            found += [slot] if own is None else constraints.relate(own, base[0], weights_only=True)
+    produce(
+        constraints, w, x, [s for s in found if k not in support(s) and not support(s) <= shared]
+    )
     return replace(w, features=tuple(found))
 
 
-def _product(ledger: Ledger, left: Labels, right: Labels) -> list[Tensor]:
+def _product(constraints: Constraints, left: Labels, right: Labels) -> list[Tensor]:
     """The slots of a product; a weight that meets data here is read, not elementwise."""
     slots = [(s, left.kind) for s in left.features]
-    with not_elementwise(ledger):
-        slots = meet(ledger, slots, right.features, right.kind, (*left.fixed, *right.fixed))
+    with not_elementwise(constraints):
+        slots = meet(constraints, slots, right.features, right.kind, (*left.fixed, *right.fixed))
     return [s for s, _ in slots]
 
 
-def _note_reading(ledger: Ledger, left: Labels, right: Labels, k: int) -> None:
+def _note_reading(constraints: Constraints, left: Labels, right: Labels, k: int) -> None:
     weight, other = (right, left) if right.kind == Kind.WEIGHT else (left, right)
     read, met = ([s for s in lab.features if k in support(s)] for lab in (weight, other))
     if weight.kind != Kind.WEIGHT:
-        ledger.trait("mixes")  # two activations, as in attention
-        ledger.bilinear.extend((torch.unique(s).numpy(), ledger.node) for s in (*read, *met))
+        constraints.trait("mixes")  # two activations, as in attention
+        constraints.bilinear.extend(
+            (torch.unique(s).numpy(), constraints.node) for s in (*read, *met)
+        )
     elif other.kind == Kind.WEIGHT:  # the right factor is applied first: the left one reads
         ids = (met or [torch.zeros(1, dtype=torch.int64)])[0].reshape(-1).numpy()
-        ledger.contractions.append(Contraction(ids, (ids * 0,), -1))
+        constraints.contractions.append(Contraction(ids, (ids * 0,), -1))
     elif read or met:
-        note_reading(ledger, (read or [torch.zeros(1, dtype=torch.int64)])[0], met)
+        note_reading(constraints, (read or [torch.zeros(1, dtype=torch.int64)])[0], met)
 
 
-def note_reading(ledger: Ledger, read: Tensor, met: Sequence[Tensor]) -> None:
+def note_reading(constraints: Constraints, read: Tensor, met: Sequence[Tensor]) -> None:
     """A weight with labels `read` along its axis reads data with the slots `met`."""
     shape = torch.broadcast_shapes(read.shape, *(s.shape for s in met))
     flat = [s.expand(shape).reshape(-1).numpy() for s in (read, *met)]
-    ledger.contractions.append(Contraction(flat[0], tuple(flat[1:]), ledger.node))
+    constraints.contractions.append(Contraction(flat[0], tuple(flat[1:]), constraints.node))
 
 
-def produce(ledger: Ledger, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
+def produce(constraints: Constraints, w: Labels, x: Labels, slots: Sequence[Tensor]) -> None:
     """These axes of a weight make features of data."""
     if w.kind == Kind.WEIGHT and x.kind == Kind.DATA:
-        ledger.make(slots)
+        constraints.make(slots)
 
 
 def _linear(call: Call, x: Labels, w: Labels, kw: int, bias: Labels | None) -> Labels:
     """x (..., k) times w (k at dim kw of two) gives (..., n)."""
-    ledger, n = call.ledger, len(x.shape) - 1
+    constraints, n = call.constraints, len(x.shape) - 1
     # the frame is (..., n, k)
     product = contract(
-        ledger, x, w, ({d: d for d in range(n)} | {n: n + 1}, {1 - kw: n, kw: n + 1}), n + 1
+        constraints, x, w, ({d: d for d in range(n)} | {n: n + 1}, {1 - kw: n, kw: n + 1}), n + 1
     )
     product = without(product, n + 1, tuple(first(call.result).shape))
-    return product if bias is None else add_bias(ledger, product, bias)
+    return product if bias is None else add_bias(constraints, product, bias)
 
 
 def without(lab: Labels, dim: int, shape: tuple[int, ...]) -> Labels:
@@ -125,10 +133,10 @@ def without(lab: Labels, dim: int, shape: tuple[int, ...]) -> Labels:
     return Labels(shape, features, fixed, lab.kind)
 
 
-def add_bias(ledger: Ledger, product: Labels, bias: Labels) -> Labels:
+def add_bias(constraints: Constraints, product: Labels, bias: Labels) -> Labels:
     """A bias belongs to what makes the features: it does not meet features of the input."""
-    with not_elementwise(ledger):
-        return join(ledger, [product, bias], product.shape)
+    with not_elementwise(constraints):
+        return join(constraints, [product, bias], product.shape)
 
 
 @rule("mm", "addmm", "_addmm_activation")
@@ -156,9 +164,9 @@ def _mv(call: Call) -> Labels:
     names = ("mat" if added else "self", "vec" if "mv" in str(call.op) else _OTHER[call.op])
     x, w = (call.labels(n) for n in names)
     k = len(x.shape) - 1
-    product = contract(call.ledger, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)
+    product = contract(call.constraints, x, w, ({d: d for d in range(k + 1)}, {0: k}), k)
     product = without(product, k, tuple(call.result.shape))
-    return add_bias(call.ledger, product, call.labels("self")) if added else product
+    return add_bias(call.constraints, product, call.labels("self")) if added else product
 
 
 _OTHER = {aten.dot.default: "tensor", aten.vdot.default: "other"}
@@ -169,7 +177,7 @@ def _outer(call: Call) -> Labels:
     """The product of every entry of one vector with every one of another."""
     at = {"vec1": 0, "vec2": 1}
     factors = [placed(call.labels(name), {0: d}, 2) for name, d in at.items()]
-    return join(call.ledger, [*factors, call.labels("self")], tuple(call.result.shape))
+    return join(call.constraints, [*factors, call.labels("self")], tuple(call.result.shape))
 
 
 @rule("bmm", "baddbmm", "addbmm")
@@ -181,19 +189,19 @@ def _bmm(call: Call) -> Labels:
     )
     names = ("batch1", "batch2") if added else ("self", "mat2")
     x, w = (call.labels(name) for name in names)
-    ledger, (b, n, m) = call.ledger, (*x.shape[:2], w.shape[2])
+    constraints, (b, n, m) = call.constraints, (*x.shape[:2], w.shape[2])
     frame = {0: 0, 1: 1, 2: 3}, {0: 0, 2: 2, 1: 3}
-    product = without(contract(ledger, x, w, frame, 3), 3, (b, n, m))
+    product = without(contract(constraints, x, w, frame, 3), 3, (b, n, m))
     if summed:
-        slots = reduce(ledger, product.features, {0}, product.fixed)
+        slots = reduce(constraints, product.features, {0}, product.fixed)
         product = without(Labels((1, n, m), *slots, product.kind), 0, (n, m))
-    return add_bias(ledger, product, call.labels("self")) if added else product
+    return add_bias(constraints, product, call.labels("self")) if added else product
 
 
 @rule("_trilinear")
 def _bilinear(call: Call) -> Labels:
     """A product of three, each with dimensions inserted, summed over some of the dimensions."""
-    ledger, operands = call.ledger, []
+    constraints, operands = call.constraints, []
     ndim = call.arg("i1").ndim + len(call.arg("expand1"))
     for i in (1, 2, 3):
         inserted = set(call.arg(f"expand{i}"))
@@ -204,13 +212,15 @@ def _bilinear(call: Call) -> Labels:
     for o in operands:
         if o.kind == Kind.WEIGHT:
             made = [s for s in o.features if not support(s) & summed]
-            ledger.make(made)
+            constraints.make(made)
             for s in (s for s in o.features if support(s) & summed):
                 met = [f for other in operands if other is not o for f in other.features]
-                note_reading(ledger, s, [f for f in met if support(f) == support(s)])
-    product = join(ledger, operands, shapes)
-    ledger.trait("mixes")
-    left = Labels(shapes, *reduce(ledger, product.features, summed, product.fixed), product.kind)
+                note_reading(constraints, s, [f for f in met if support(f) == support(s)])
+    product = join(constraints, operands, shapes)
+    constraints.trait("mixes")
+    left = Labels(
+        shapes, *reduce(constraints, product.features, summed, product.fixed), product.kind
+    )
     keep = {d: i for i, d in enumerate(d for d in range(ndim) if d not in summed)}
     return placed(left, keep, len(keep))
 
@@ -219,10 +229,10 @@ def _bilinear(call: Call) -> Labels:
 def _embedding(call: Call) -> Labels:
     w, ids = call.labels("weight"), call.labels("indices")
     shape = tuple(call.result.shape)
-    call.ledger.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
+    call.constraints.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
     n = len(ids.shape)
     made = carried(w.features, {1: n}, n + 1)
-    call.ledger.make(made)
+    call.constraints.make(made)
     places = carried(ids.fixed, {d: d for d in range(n)}, n + 1)
     return Labels(shape, tuple(made), tuple(places), Kind.DATA)
 
@@ -230,12 +240,14 @@ def _embedding(call: Call) -> Labels:
 @rule("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(call: Call) -> tuple[Labels, ...]:
     """Rows chosen by the input, of which every bag makes one."""
-    w, ids, ledger = call.labels("weight"), call.labels("indices"), call.ledger
-    ledger.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
+    w, ids, constraints = call.labels("weight"), call.labels("indices"), call.constraints
+    constraints.pin([s for s in w.features if 0 in support(s)], "rows are chosen by the input")
     if call.arg("per_sample_weights") is not None:
-        ledger.pin(call.labels("per_sample_weights").features, "weighs rows chosen by the input")
+        constraints.pin(
+            call.labels("per_sample_weights").features, "weighs rows chosen by the input"
+        )
     made = carried(w.features, {1: 1}, 2)
-    ledger.make(made)
+    constraints.make(made)
     shapes = [tuple(t.shape) for t in call.result]
     bags = Labels(shapes[0], tuple(made), positions(shapes[0], [0]), Kind.DATA)
     return (bags, *(Labels(s, (), positions(s), ids.kind) for s in shapes[1:]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
@@ -42,26 +42,26 @@ def convolved(
     call: Call, x: Labels, w: Labels, slides: set[int], *, transposed: bool = False
 ) -> Labels:
     """A convolution of x that moves values along the dimensions `slides`."""
-    ledger, ndim, groups = call.ledger, len(x.shape), int(call.arg("groups"))
+    constraints, ndim, groups = call.constraints, len(x.shape), int(call.arg("groups"))
     shape = tuple(call.result.shape)
-    w = _flat(ledger, w)
-    x = slide(ledger, x, slides)
+    w = _flat(constraints, w)
+    x = slide(constraints, x, slides)
     x = replace(x, fixed=beyond(x.fixed, slides))
     product = (
-        _whole(ledger, x, w, transposed)
+        _whole(constraints, x, w, transposed)
         if groups == 1
-        else _grouped(ledger, x, w, groups, transposed)
+        else _grouped(constraints, x, w, groups, transposed)
     )
     if product is None:
         reason = "a grouped convolution of channels that lie on several axes"
-        ledger.pin([*x.features, *w.features], reason)
+        constraints.pin([*x.features, *w.features], reason)
         product = Labels(x.shape, (), positions(shape, [1]), max(x.kind, w.kind))
     pixels = positions(shape, slides)
     product = replace(product, shape=shape, fixed=(*product.fixed, *pixels))
     bias = call.arg("bias")
     if bias is None:
         return product
-    return add_bias(ledger, product, placed(call.of(bias), {0: 0}, ndim - 1))
+    return add_bias(constraints, product, placed(call.of(bias), {0: 0}, ndim - 1))
 
 
 @rule("conv_tbc")
@@ -70,12 +70,12 @@ def _convolution_of_steps(call: Call) -> Labels:
     x, w = call.labels("self"), call.labels("weight")
     features, fixed = (tuple(s.movedim(0, 2) for s in slots) for slots in (w.features, w.fixed))
     w = Labels((*w.shape[1:], w.shape[0]), features, fixed, w.kind)
-    x = slide(call.ledger, x, {0})
+    x = slide(call.constraints, x, {0})
     frame = {0: 0, 1: 1, 2: 3}, {0: 3, 1: 2}
     shape = tuple(call.result.shape)
-    y = without(contract(call.ledger, x, _flat(call.ledger, w), frame, 3), 3, shape)
+    y = without(contract(call.constraints, x, _flat(call.constraints, w), frame, 3), 3, shape)
     y = replace(y, fixed=(*beyond(y.fixed, {0}), *positions(shape, [0])))
-    return add_bias(call.ledger, y, call.labels("bias"))
+    return add_bias(call.constraints, y, call.labels("bias"))
 
 
 def _still(call: Call, i: int, width: int) -> bool:
@@ -87,7 +87,7 @@ def _still(call: Call, i: int, width: int) -> bool:
     return width == 1 and step == 1 and pad == 0 and apart == 0
 
 
-def _flat(ledger: Ledger, w: Labels) -> Labels:
+def _flat(constraints: Constraints, w: Labels) -> Labels:
     """A weight seen along its first two dimensions: kernel positions are coordinates.
 
     Features along them (of what computes a kernel) move as wholes.
@@ -97,24 +97,26 @@ def _flat(ledger: Ledger, w: Labels) -> Labels:
         kernel = support(s) - {0, 1}
         if kernel == support(s):
             ids = torch.unique(s)
-            ledger.colour(ids, ids)
+            constraints.colour(ids, ids)
             continue
         reason = "a computed kernel: blocks keep their inner order"
-        slots.append(ledger.collapse(s, kernel, reason) if kernel else s)
+        slots.append(constraints.collapse(s, kernel, reason) if kernel else s)
     fixed = [project(s, support(s) & {0, 1}).flatten(1) for s in w.fixed if support(s) & {0, 1}]
     features = tuple(s.flatten(1) for s in slots)
     return Labels(w.shape[:2], features, tuple(s for s in fixed if support(s)), w.kind)
 
 
-def _whole(ledger: Ledger, x: Labels, w: Labels, transposed: bool) -> Labels:
+def _whole(constraints: Constraints, x: Labels, w: Labels, transposed: bool) -> Labels:
     """Every input channel meets every output channel: a linear map at every position."""
     out, into = (1, 0) if transposed else (0, 1)
     k = len(x.shape)  # the frame is (n, out, positions ..., in)
     frame = {d: k if d == 1 else d for d in range(k)}, {out: 1, into: k}
-    return without(contract(ledger, x, w, frame, k), k, x.shape)
+    return without(contract(constraints, x, w, frame, k), k, x.shape)
 
 
-def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels | None:
+def _grouped(
+    constraints: Constraints, x: Labels, w: Labels, groups: int, transposed: bool
+) -> Labels | None:
     """Every group of channels is a linear map of its own: a block in, a block out.
 
     The axis of the weight that counts channels within a group has features of its own in every
@@ -125,36 +127,36 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     channels = [s for s in x.features if 1 in support(s)]
     if any(support(s) != {1} for s in channels):
         return None
-    told = len(rows) == 1 and len(ledger.ids(rows)) == w.shape[0]  # by its row alone
+    told = len(rows) == 1 and len(constraints.ids(rows)) == w.shape[0]  # by its row alone
     if not told or len(columns) > 1 or len(w.features) > 1 + len(columns):
-        return _stacked(ledger, x, w, groups, transposed)
+        return _stacked(constraints, x, w, groups, transposed)
     row = rows[0].reshape(groups, -1)
-    if columns and not _complete(ledger, row):
-        return _stacked(ledger, x, w, groups, transposed)
-    group = ledger.block(row, {1}) if row.shape[1] > 1 else row
+    if columns and not _complete(constraints, row):
+        return _stacked(constraints, x, w, groups, transposed)
+    group = constraints.block(row, {1}) if row.shape[1] > 1 else row
     column = group
     if columns:
-        own = ledger.parted(columns[0], row[:, :1], groups)
+        own = constraints.parted(columns[0], row[:, :1], groups)
         if own is None:
-            return _stacked(ledger, x, w, groups, transposed)
-        ledger.relate(own, group, weights_only=True)
+            return _stacked(constraints, x, w, groups, transposed)
+        constraints.relate(own, group, weights_only=True)
         column = own
     into, made = (row, column) if transposed else (column, row)
     for slot in x.fixed:
         if 1 in support(slot):
             seen = vector(project(slot, {1}), 1).reshape(groups, -1)
-            ledger.colour(*broadcast(into, seen))
+            constraints.colour(*broadcast(into, seen))
     met = [vector(s, 1).reshape(groups, -1) for s in channels]
     for slot in met:
-        ledger.relate(into, slot)
+        constraints.relate(into, slot)
     if into is made:  # depthwise: every channel goes its own way
         if met and w.kind == Kind.WEIGHT:
-            ledger.trait("elementwise")
+            constraints.trait("elementwise")
     else:
-        ledger.trait("mixes")
+        constraints.trait("mixes")
         if w.kind == Kind.WEIGHT:
-            note_reading(ledger, into, met)
-        produce(ledger, w, x, [made])
+            note_reading(constraints, into, met)
+        produce(constraints, w, x, [made])
     features = (
         *(s for s in x.features if 1 not in support(s)),
         place(made.reshape(-1), {0: 1}, ndim),
@@ -166,16 +168,18 @@ def _grouped(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     return Labels(x.shape, features, fixed, max(x.kind, w.kind))
 
 
-def _complete(ledger: Ledger, row: Tensor) -> bool:
+def _complete(constraints: Constraints, row: Tensor) -> bool:
     """Whether the rows of every group are an own part of an axis of a parameter, of equal size."""
-    axis = ledger.axis(row)
+    axis = constraints.axis(row)
     if axis is None or axis.size != row.numel():
         return False
     part = (row - axis.start) // row.shape[1]
     return bool((part == part[:, :1]).all())
 
 
-def _stacked(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool) -> Labels:
+def _stacked(
+    constraints: Constraints, x: Labels, w: Labels, groups: int, transposed: bool
+) -> Labels:
     """Groups that share rows of their weights, or have none (one constant kernel for all channels).
 
     What tells the channels of the result is not the weight alone, so it is a stack of products.
@@ -187,10 +191,10 @@ def _stacked(ledger: Ledger, x: Labels, w: Labels, groups: int, transposed: bool
     kernels = _split(w, groups)
     if into == 1:  # every channel goes its own way
         kernels = placed(kernels, {0: 0, 2: 1} if transposed else {0: 0, 1: 1}, 2)
-        y = join(ledger, [data, kernels], kernels.shape)
+        y = join(constraints, [data, kernels], kernels.shape)
     else:
         at = {0: 0, 1: 2, 2: 1} if transposed else {0: 0, 1: 1, 2: 2}
-        y = contract(ledger, data, kernels, ({0: 0, 1: 2}, at), 2)
+        y = contract(constraints, data, kernels, ({0: 0, 1: 2}, at), 2)
         y = without(y, 2, y.shape[:2])
     features, fixed = (
         tuple(place(s.expand(y.shape).reshape(-1), {0: 1}, ndim) for s in slots)
@@ -213,15 +217,15 @@ def _split(lab: Labels, groups: int) -> Labels:
 _SLIDES = "an operation slides along a feature axis: blocks keep their inner order"
 
 
-def slide(ledger: Ledger, x: Labels, spatial: set[int], reason: str = _SLIDES) -> Labels:
+def slide(constraints: Constraints, x: Labels, spatial: set[int], reason: str = _SLIDES) -> Labels:
     """An operation that sees neighbours along `spatial`: features along it move as wholes.
 
     Where they are only missing at some positions (zero padding) they do not lie along it.
     """
     slots = []
     for s in x.features:
-        rest = without_padding(ledger, s, spatial)
-        slots.append(ledger.collapse(s, spatial, reason) if rest is None else rest)
+        rest = without_padding(constraints, s, spatial)
+        slots.append(constraints.collapse(s, spatial, reason) if rest is None else rest)
     return replace(x, features=tuple(s for s in slots if support(s)))
 
 
@@ -251,7 +255,7 @@ def _pool(call: Call) -> Any:
     ndim = len(x.shape)
     size = next(n for n in (1, 2, 3) if f"{n}d" in str(call.op))
     spatial = set(range(ndim - size, ndim))
-    x = slide(call.ledger, x, spatial)
+    x = slide(call.constraints, x, spatial)
     shape = tuple(first(call.result).shape)
     keep = {d: d for d in range(ndim) if d not in spatial}
     pixels = positions(shape, spatial)
@@ -269,21 +273,21 @@ def _resample(call: Call) -> Labels:
     """Pixels of every channel are moved to where the second operand says."""
     x, where = (call.of(t) for t in call.tensors())
     spatial = set(range(2, len(x.shape)))
-    x = slide(call.ledger, x, spatial)
+    x = slide(call.constraints, x, spatial)
     shape = tuple(call.result.shape)
     y = Labels(shape, x.features, (*beyond(x.fixed, spatial), *positions(shape, spatial)), x.kind)
     if "grid" in str(call.op):  # the same for all channels
-        call.ledger.pin(where.features, "says which pixels are read")
+        call.constraints.pin(where.features, "says which pixels are read")
         return replace(y, kind=max(x.kind, where.kind))
-    where = slide(call.ledger, where, spatial)  # of every channel its own
-    return join(call.ledger, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
+    where = slide(call.constraints, where, spatial)  # of every channel its own
+    return join(call.constraints, [y, replace(where, fixed=beyond(where.fixed, spatial))], shape)
 
 
 @rule("affine_grid_generator")
 def _grid(call: Call) -> Labels:
     """Where pixels are read, by a matrix for every image."""
     theta, shape = call.labels("theta"), tuple(call.result.shape)
-    call.ledger.pin(theta.features, "says which pixels are read")
+    call.constraints.pin(theta.features, "says which pixels are read")
     return Labels(shape, (), positions(shape), theta.kind)
 
 
@@ -291,15 +295,15 @@ def _grid(call: Call) -> Labels:
 def _fold(call: Call) -> Labels:
     """(N, C x kernel, L) -> (N, C, H, W): what lies on one kernel position is not exchanged."""
     x, shape = call.labels("self"), tuple(call.result.shape)
-    ledger, kernel = call.ledger, math.prod(call.arg("kernel_size"))
+    constraints, kernel = call.constraints, math.prod(call.arg("kernel_size"))
     reason = "patches are put together: blocks keep their inner order"
     batch = len(shape) - 3
-    x = slide(ledger, x, {batch + 1})
+    x = slide(constraints, x, {batch + 1})
     features = []
     for s in x.features:
         if batch in support(s):
             parts = s.unflatten(batch, (-1, kernel))
-            s = ledger.collapse(parts, {batch + 1}, reason).squeeze(batch + 1)
+            s = constraints.collapse(parts, {batch + 1}, reason).squeeze(batch + 1)
         if support(s):
             features.append(place(s, {d: d for d in range(batch + 1)}, len(shape)))
     left = beyond(x.fixed, {batch, batch + 1})
@@ -314,9 +318,9 @@ def _deformable(call: Call) -> Labels:
 
     Groups of input channels may have offsets of their own.
     """
-    ledger, x = call.ledger, call.labels("input")
+    constraints, x = call.constraints, call.labels("input")
     for name in ("offset", "mask"):
-        ledger.pin(call.labels(name).features, "says which pixels are read")
+        constraints.pin(call.labels(name).features, "says which pixels are read")
     groups = int(call.arg("offset_groups"))
     if groups > 1:
         group = torch.arange(groups).repeat_interleave(x.shape[1] // groups)
@@ -345,7 +349,7 @@ def _regions_by_bin(call: Call) -> tuple[Labels, ...]:
     for s in x.features:
         if s.shape[1] > 1:
             parts = vector(s, 1).reshape(-1, bins)
-            s = place(call.ledger.collapse(parts, {1}, reason)[:, 0], {0: 1}, 4)
+            s = place(call.constraints.collapse(parts, {1}, reason)[:, 0], {0: 1}, 4)
         features.append(s)
     fixed = positions(shape, [0, 2, 3])
     y = Labels(shape, tuple(features), fixed, x.kind)
@@ -356,8 +360,10 @@ def _regions_by_bin(call: Call) -> tuple[Labels, ...]:
 def _read(call: Call) -> Labels:
     """The images, seen along their channels: boxes choose on all other axes."""
     boxes, reason = call.labels("rois"), "boxes say which pixels are read"
-    call.ledger.pin(boxes.features, reason)
-    x = slide(call.ledger, pinned_along(call.ledger, call.labels("input"), {0}, reason), {2, 3})
+    call.constraints.pin(boxes.features, reason)
+    x = slide(
+        call.constraints, pinned_along(call.constraints, call.labels("input"), {0}, reason), {2, 3}
+    )
     channels = tuple(carried(x.features, {1: 1}, 4))
     fixed = tuple(carried(x.fixed, {1: 1}, 4))
     return replace(x, features=channels, fixed=fixed, kind=max(x.kind, boxes.kind))
@@ -367,6 +373,6 @@ def _read(call: Call) -> Labels:
 def _suppressed(call: Call) -> Labels:
     """Numbers of the boxes that are left."""
     for name in ("dets", "scores"):
-        call.ledger.pin(call.labels(name).features, "says which boxes are left")
+        call.constraints.pin(call.labels(name).features, "says which boxes are left")
     shape = tuple(call.result.shape)
     return Labels(shape, (), positions(shape), call.labels("dets").kind)

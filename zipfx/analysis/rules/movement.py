@@ -37,7 +37,7 @@ def movement(call: Call) -> Labels:
     kind = max((lab.kind for _, lab in operands), default=Kind.CONSTANT)
     features = _move(call, moved, feature=True)
     fixed = _move(call, moved, feature=False)
-    call.ledger.entangle(features, fixed)
+    call.constraints.entangle(features, fixed)
     return Labels(shape, features, fixed, kind)
 
 
@@ -92,7 +92,7 @@ def _tell_operands_apart(
     """
     dim = call.arg("dim", 0) % max(1, first(call.result).ndim)
     names: dict[int, Tensor] = {}
-    ids = [call.ledger.ids(lab.features) for _, lab in moved]
+    ids = [call.constraints.ids(lab.features) for _, lab in moved]
     seen = torch.cat(ids).unique(return_counts=True)
     shared = seen[0][seen[1] > 1]
     for i, (t, lab) in enumerate(moved):
@@ -157,10 +157,10 @@ def _by_data(call: Call) -> Labels:
         if t is call.arg("index") and "index" in str(call.op):  # one number for each entry of `dim`
             lab = placed(lab, {0: dim} if lab.shape else {}, len(shape))
         elif any(n != m for d, (n, m) in enumerate(zip(lab.shape, shape)) if d != dim):
-            call.ledger.pin(lab.features, f"{call.op} reads a part of it, chosen by data")
+            call.constraints.pin(lab.features, f"{call.op} reads a part of it, chosen by data")
             lab = replace(lab, features=(), fixed=())
-        operands.append(pinned_along(call.ledger, lab, {dim}, "chosen by data"))
-    y = join(call.ledger, operands, shape)
+        operands.append(pinned_along(call.constraints, lab, {dim}, "chosen by data"))
+    y = join(call.constraints, operands, shape)
     return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
 
 
@@ -174,14 +174,14 @@ def _diagonal_matrix(call: Call) -> Labels:
     others = [d for d in range(len(shape)) if d not in dims]
     identity = placed(by_value(torch.eye(v.shape[-1])), dict(enumerate(dims)), len(shape))
     along = placed(v, dict(enumerate([*others, dims[0]])), len(shape))
-    return join(call.ledger, [along, identity], shape)
+    return join(call.constraints, [along, identity], shape)
 
 
 @rule("segment_reduce")
 def _segments(call: Call) -> Labels:
     """Rows are taken together, as many at a time as data says."""
     axis, shape = int(call.arg("axis")), tuple(call.result.shape)
-    x = pinned_along(call.ledger, call.labels("data"), {axis}, "chosen by data")
+    x = pinned_along(call.constraints, call.labels("data"), {axis}, "chosen by data")
     y = replace(x, shape=shape, fixed=(*x.fixed, *positions(shape, [axis])))
     return replace(y, kind=max(call.of(t).kind for t in call.tensors()))
 
@@ -197,14 +197,14 @@ def _fill_in(call: Call) -> Labels:
     rows = source.shape[-1:] == x.shape[-1:] and bool((flags == flags[..., :1]).all())
     rows = rows and not any(last in support(s) for s in (*mask.features, *mask.fixed))
     reason, kept = "chosen by data", set(range(last)) if rows else set(range(last + 1))
-    call.ledger.pin(mask.features, reason)
-    x = pinned_along(call.ledger, x, kept, reason)
+    call.constraints.pin(mask.features, reason)
+    x = pinned_along(call.constraints, x, kept, reason)
     others = set(range(len(source.shape) - rows))
-    source = pinned_along(call.ledger, source, others, reason)
+    source = pinned_along(call.constraints, source, others, reason)
     filled = placed(source, {len(source.shape) - 1: last}, last + 1)
     if not rows:
         filled = replace(filled, features=(), fixed=())
-    y = join(call.ledger, [x, replace(filled, shape=x.shape)], x.shape)
+    y = join(call.constraints, [x, replace(filled, shape=x.shape)], x.shape)
     return replace(y, fixed=(*y.fixed, *positions(x.shape, kept)))
 
 
@@ -216,8 +216,8 @@ def _cross(call: Call) -> Labels:
     for name in ("self", "other"):
         lab = call.labels(name)
         at = dim - len(shape) + len(lab.shape)
-        operands.append(pinned_along(call.ledger, lab, {at}, "coordinates keep their order"))
-    y = join(call.ledger, operands, shape)
+        operands.append(pinned_along(call.constraints, lab, {at}, "coordinates keep their order"))
+    y = join(call.constraints, operands, shape)
     return replace(y, fixed=(*y.fixed, *positions(shape, [dim])))
 
 
@@ -237,7 +237,9 @@ def _listed(call: Call) -> tuple[list[int], dict[int, int], range]:
     others = [d for d in range(call.arg("self").ndim) if d not in dims]
     out = [d for d in range(len(others) + rows) if not at <= d < at + rows]
     for t in tree_leaves(given):
-        call.ledger.pin(call.of(t).features if isinstance(t, Tensor) else (), "chooses elements")
+        call.constraints.pin(
+            call.of(t).features if isinstance(t, Tensor) else (), "chooses elements"
+        )
     return dims, dict(zip(others, out)), range(at, at + rows)
 
 
@@ -246,10 +248,10 @@ def _by_list(call: Call) -> Labels:
     """What lies on other axes stays as it is."""
     shape = tuple(call.result.shape)
     dims, keep, rows = _listed(call)
-    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
+    x = pinned_along(call.constraints, call.labels("self"), dims, "chosen by data")
     made = carried(x.features, keep, len(shape))
     if x.kind == Kind.WEIGHT:  # as an embedding
-        call.ledger.make(made)
+        call.constraints.make(made)
     fixed = [place(s, keep, len(shape)) for s in x.fixed]
     return Labels(shape, tuple(made), (*fixed, *positions(shape, rows)), Kind.DATA)
 
@@ -259,14 +261,14 @@ def _put_by_list(call: Call) -> Labels:
     """The new values meet what lies on other axes."""
     values = call.labels("values")
     dims, keep, rows = _listed(call)
-    x = pinned_along(call.ledger, call.labels("self"), dims, "chosen by data")
+    x = pinned_along(call.constraints, call.labels("self"), dims, "chosen by data")
     ndim, before = len(x.shape), len(keep) + len(rows) - len(values.shape)
     back = {to - before: d for d, to in keep.items() if to >= before}
-    call.ledger.pin([s for s in values.features if not support(s) <= set(back)], "put by data")
+    call.constraints.pin([s for s in values.features if not support(s) <= set(back)], "put by data")
     gone = set(range(len(values.shape))) - set(back)
     fixed = tuple(place(s, back, ndim) for s in beyond(values.fixed, gone))
     kept = Labels(x.shape, tuple(carried(values.features, back, ndim)), fixed, values.kind)
-    y = join(call.ledger, [x, kept], x.shape)
+    y = join(call.constraints, [x, kept], x.shape)
     return replace(y, fixed=(*y.fixed, *positions(x.shape, dims)))
 
 

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipfx.analysis.labels.constraints import Ledger, coordinates
+from zipfx.analysis.labels.constraints import Constraints
+from zipfx.analysis.labels.incidence import crosses
 from zipfx.analysis.labels.labels import (
     Kind,
     Labels,
     beyond,
     broadcast,
+    coordinates,
     place,
     project,
     support,
@@ -30,7 +32,7 @@ Slots = list[tuple[Tensor, Kind]]
 
 
 def tie_diagonals(
-    ledger: Ledger, slots: Slots, fixed: Sequence[Tensor]
+    constraints: Constraints, slots: Slots, fixed: Sequence[Tensor]
 ) -> tuple[Slots, list[Tensor]]:
     """Make the features one that a diagonal ties, in place of colouring them by position.
 
@@ -40,7 +42,7 @@ def tie_diagonals(
     left: list[Tensor] = []
     for slot in fixed:
         dims = _square(slot)
-        found = None if dims is None else _tie(ledger, slots, slot, dims)
+        found = None if dims is None else _tie(constraints, slots, slot, dims)
         if dims is None or found is None:
             left.append(slot)
             continue
@@ -62,7 +64,9 @@ def _square(slot: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _tie(ledger: Ledger, slots: Slots, slot: Tensor, dims: tuple[int, int]) -> Slots | None:
+def _tie(
+    constraints: Constraints, slots: Slots, slot: Tensor, dims: tuple[int, int]
+) -> Slots | None:
     """The slots that come in addition; None where features lie along these dimensions otherwise."""
     met = [(s, kind) for s, kind in slots if support(s) & set(dims)]
     alone = [(s, kind, d) for s, kind in met for d in dims if support(s) == {d}]
@@ -71,14 +75,16 @@ def _tie(ledger: Ledger, slots: Slots, slot: Tensor, dims: tuple[int, int]) -> S
         return None
     first, kind, _ = alone[0]
     for other in ids[1:]:
-        ledger.relate(ids[0], other)
-    ledger.bilinear.append((ids[0].numpy(), ledger.node))  # masks must be those of all models
+        constraints.relate(ids[0], other)
+    constraints.bilinear.append(
+        (ids[0].numpy(), constraints.node)
+    )  # masks must be those of all models
     entries = slot.diagonal(0, *dims).movedim(-1, 0).reshape(len(ids[0]), -1)
     values = project(entries, {0}).expand(len(ids[0]), 1).reshape(-1)
     if len(values.unique()) > 1:
-        ledger.colour(ids[0], values)
+        constraints.colour(ids[0], values)
     missing = [d for d in dims if all(d != held for _, _, held in alone)]
-    return [(place(ledger.twins(ids[0]), {0: d}, first.ndim), kind) for d in missing]
+    return [(place(constraints.twins(ids[0]), {0: d}, first.ndim), kind) for d in missing]
 
 
 #: pointwise, but without the tag
@@ -102,23 +108,23 @@ ALSO_POINTWISE = {
 }
 
 
-def join(ledger: Ledger, operands: Sequence[Labels], shape: Sequence[int]) -> Labels:
+def join(constraints: Constraints, operands: Sequence[Labels], shape: Sequence[int]) -> Labels:
     """Labels of a pointwise result: broadcast, then unify features and colour what meets them."""
     ndim = len(shape)
     kind = max((o.kind for o in operands), default=Kind.CONSTANT)
     features: list[tuple[Tensor, Kind]] = []
     fixed: list[Tensor] = []
-    operands = _parted(ledger, operands, ndim)
+    operands = _parted(constraints, operands, ndim)
     seen = [_align(s, _trailing(o, ndim), ndim) for o in operands for s in o.fixed]
     for operand in operands:
         aligned = _trailing(operand, ndim)
         mine = [_align(slot, aligned, ndim) for slot in operand.features]
-        features = meet(ledger, features, mine, operand.kind, seen)
+        features = meet(constraints, features, mine, operand.kind, seen)
         for slot in (_align(slot, aligned, ndim) for slot in operand.fixed):
             fixed = _meet_fixed(fixed, slot)
-    features, fixed = tie_diagonals(ledger, features, fixed)
+    features, fixed = tie_diagonals(constraints, features, fixed)
     slots = tuple(slot for slot, _ in features)
-    ledger.entangle(slots, fixed)
+    constraints.entangle(slots, fixed)
     fixed = [p for p in fixed if not any(_tells(f, p) for f in slots)]
     return Labels(tuple(shape), slots, tuple(fixed), kind)
 
@@ -135,7 +141,7 @@ def _tells(feature: Tensor, fixed: Tensor) -> bool:
     return bool(len(torch.unique(pairs[0])) == pairs.shape[1])
 
 
-def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[Labels]:
+def _parted(constraints: Constraints, operands: Sequence[Labels], ndim: int) -> Sequence[Labels]:
     """A weight with two axes that meets features along both has features of its own in every row
     (the biases of stacked experts)."""
     met = [
@@ -149,9 +155,9 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
         slots = sorted((s for s in o.features if support(s)), key=lambda s: int(s.max()))
         both = {d + ndim - len(o.shape) for s in slots for d in support(s)}
         if o.kind == Kind.WEIGHT and len(slots) == 2 and any(both <= m for m in met):
-            own = ledger.parted(slots[1], slots[0])
+            own = constraints.parted(slots[1], slots[0])
             if own is not None:
-                kept = ledger.relate(own, slots[0], weights_only=True)
+                kept = constraints.relate(own, slots[0], weights_only=True)
                 single = (s for s in o.features if not support(s))
                 o = replace(o, features=(*single, *kept))
         result.append(o)
@@ -159,7 +165,10 @@ def _parted(ledger: Ledger, operands: Sequence[Labels], ndim: int) -> Sequence[L
 
 
 def reduce(
-    ledger: Ledger, slots: Sequence[Tensor], dims: Collection[int], fixed: Sequence[Tensor]
+    constraints: Constraints,
+    slots: Sequence[Tensor],
+    dims: Collection[int],
+    fixed: Sequence[Tensor],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What is left of a tensor's slots when everything along `dims` is taken together, symmetric.
 
@@ -170,13 +179,13 @@ def reduce(
     or some pairs of two, may count more often than others.
     """
     along = set(dims)
-    was, slots = slots, [_unpadded(ledger, slot, along) for slot in slots]
+    was, slots = slots, [_unpadded(constraints, slot, along) for slot in slots]
     every = [i for i, slot in enumerate(slots) if support(slot) and support(slot) <= along]
     for i in every:
-        ledger.counted(slots[i])
+        constraints.counted(slots[i])
     for i, j in itertools.combinations(every, 2):
         if support(slots[i]) & support(slots[j]) and _both(was[i], was[j]):
-            ledger.relate(slots[i], slots[j], fixed)
+            constraints.relate(slots[i], slots[j], fixed)
     parts = [slot for slot in slots if support(slot) & along and support(slot) - along]
     pairs = [
         (slot, other)
@@ -185,18 +194,18 @@ def reduce(
         if other is not slot
         and (shared := support(slot) & support(other) & along)
         and not (told(fixed, shared, slot) or told(fixed, shared, other))
-        and ledger.crossing(slot, other, along)
+        and crosses(slot, other, along)
     ]
     crossed = {id(s): s for pair in pairs for s in pair}
     if crossed:
-        ledger.pin(crossed.values(), "features are summed in pairs: they keep their order")
+        constraints.pin(crossed.values(), "features are summed in pairs: they keep their order")
     apart = tuple(project(-s, support(s) - along) for s in crossed.values() if support(s) - along)
     left = [slot for slot in slots if not support(slot) & along]
     padded = [slot for slot in left if all(slot is not old for old in was)]
-    blocks = [ledger.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
+    blocks = [constraints.block(slot, along, fixed) for slot in parts if id(slot) not in crossed]
     kept = [(slot, Kind.DATA) for slot in left if all(slot is not new for new in padded)]
     for slot in (*padded, *blocks):
-        kept = meet(ledger, kept, [slot], Kind.DATA)
+        kept = meet(constraints, kept, [slot], Kind.DATA)
     return tuple(slot for slot, _ in kept), (*beyond(fixed, along), *apart)
 
 
@@ -206,12 +215,12 @@ def _both(one: Tensor, other: Tensor) -> bool:
     return bool(((u > 0) & (v > 0)).any())
 
 
-def _unpadded(ledger: Ledger, slot: Tensor, along: set[int]) -> Tensor:
+def _unpadded(constraints: Constraints, slot: Tensor, along: set[int]) -> Tensor:
     """Without padding that all features have alike, which takes part in the same way for all; and
     without rows in which nothing is (the steps that a short sentence does not have)."""
     for dims in (along, support(slot) - along):
         rest = (
-            without_padding(ledger, slot, dims, alike=dims is along)
+            without_padding(constraints, slot, dims, alike=dims is along)
             if support(slot) & along
             else None
         )
@@ -231,12 +240,12 @@ def told(fixed: Sequence[Tensor], dims: Collection[int], slot: Tensor) -> bool:
 
 
 @contextmanager
-def not_elementwise(ledger: Ledger) -> Iterator[None]:
+def not_elementwise(constraints: Constraints) -> Iterator[None]:
     """A weight that meets data inside is read, or added to what it makes: no elementwise weight."""
-    had = "elementwise" in ledger.traits.get(ledger.node, ())
+    had = "elementwise" in constraints.traits.get(constraints.node, ())
     yield
     if not had:
-        ledger.traits.get(ledger.node, set()).discard("elementwise")
+        constraints.traits.get(constraints.node, set()).discard("elementwise")
 
 
 def _trailing(lab: Labels, ndim: int) -> dict[int, int]:
@@ -249,7 +258,7 @@ def _align(slot: Tensor, dims: dict[int, int], ndim: int) -> Tensor:
 
 
 def meet(
-    ledger: Ledger,
+    constraints: Constraints,
     ours: list[tuple[Tensor, Kind]],
     theirs: Sequence[Tensor],
     kind: Kind,
@@ -264,9 +273,9 @@ def meet(
             if not support(old) & support(new) or all(old is not f for f, _ in result):
                 continue
             if {kind, old_kind} == {Kind.WEIGHT, Kind.DATA}:
-                ledger.trait("elementwise")
+                constraints.trait("elementwise")
             only = kind == old_kind == Kind.WEIGHT
-            kept = ledger.relate(old, new, fixed, weights_only=only)
+            kept = constraints.relate(old, new, fixed, weights_only=only)
             if all(k is not old for k in kept):  # `new` tells more, or their union
                 at = next(i for i, (f, _) in enumerate(result) if f is old)
                 del result[at]
@@ -299,7 +308,7 @@ def _meet_fixed(ours: list[Tensor], slot: Tensor) -> list[Tensor]:
 
 def pointwise(call: Call) -> Labels:
     operands = [call.of(t) for t in call.tensors()]
-    return join(call.ledger, operands, tuple(first(call.result).shape))
+    return join(call.constraints, operands, tuple(first(call.result).shape))
 
 
 @rule("bucketize.Tensor", "searchsorted.Tensor")
@@ -309,16 +318,16 @@ def _bucket(call: Call) -> Labels:
     x, name = call.labels("self"), "boundaries" if "bucket" in str(call.op) else "sorted_sequence"
     bounds = call.labels(name)
     last = len(bounds.shape) - 1
-    bounds = pinned_along(call.ledger, bounds, {last}, "boundaries are sorted")
+    bounds = pinned_along(call.constraints, bounds, {last}, "boundaries are sorted")
     shape = (*bounds.shape[:-1], 1) if last else (1,)
-    return join(call.ledger, [x, replace(bounds, shape=shape)], x.shape)
+    return join(call.constraints, [x, replace(bounds, shape=shape)], x.shape)
 
 
 @rule("_weight_norm_interface")
 def _weight_norm(call: Call) -> tuple[Labels, ...]:
     """Direction over its norm, times magnitude: symmetric in all that the norm sums over."""
     v, g = call.labels("v"), call.labels("g")
-    y = join(call.ledger, [v, g], v.shape)
+    y = join(call.constraints, [v, g], v.shape)
     return y, replace(g, kind=y.kind)
 
 
@@ -335,5 +344,5 @@ def _glu(call: Call) -> Labels:
         ]
         shape = tuple(half if d == dim else n for d, n in enumerate(x.shape))
         halves.append(Labels(shape, cut[0], cut[1], x.kind))
-        call.ledger.event(halves[-1].features, len(halves))
-    return join(call.ledger, halves, halves[0].shape)
+        call.constraints.event(halves[-1].features, len(halves))
+    return join(call.constraints, halves, halves[0].shape)

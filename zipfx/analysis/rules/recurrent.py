@@ -20,7 +20,7 @@ def _cell(call: Call) -> tuple[Labels, ...]:
     names = ("input_gates", "hidden_gates", "input_bias", "hidden_bias")
     given = [call.labels(name) for name in names if call.arg(name) is not None]
     shape, size = given[0].shape, state.shape[-1]
-    gates = join(call.ledger, given, shape)
+    gates = join(call.constraints, given, shape)
     parts = []
     for i in range(shape[-1] // size):
         cut = [
@@ -28,8 +28,8 @@ def _cell(call: Call) -> tuple[Labels, ...]:
             for group in (gates.features, gates.fixed)
         ]
         parts.append(Labels(state.shape, cut[0], cut[1], gates.kind))
-        call.ledger.event(parts[-1].features, i)
-    y = join(call.ledger, [*parts, state], state.shape)
+        call.constraints.event(parts[-1].features, i)
+    y = join(call.constraints, [*parts, state], state.shape)
     work = tuple(call.result[-1].shape)
     return *(y,) * (len(call.result) - 1), Labels(work, (), positions(work))
 
@@ -41,7 +41,7 @@ def _packed(call: Call) -> tuple[Labels, ...]:
     What lies on the two axes is chosen by the lengths; what lies on others is left as it is.
     """
     reason, lengths = "lengths say which are there", call.labels("lengths")
-    x = pinned_along(call.ledger, call.labels("input"), {0, 1}, reason)
+    x = pinned_along(call.constraints, call.labels("input"), {0, 1}, reason)
     rows, sizes = (tuple(t.shape) for t in call.result)
     keep = {d: d - 1 for d in range(2, len(x.shape))}
     fixed = (place(s, keep, len(rows)) for s in x.fixed)

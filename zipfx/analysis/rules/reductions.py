@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zipfx.analysis.labels.constraints import Ledger
+from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.labels import Labels, beyond, narrow, place, placed, positions, support
 from zipfx.analysis.rules.call import Call, carried, first, pinned_along, rule
 from zipfx.analysis.rules.pointwise import join, reduce, told
@@ -40,17 +40,17 @@ def _normalise(
         if t is not None:
             lab = call.of(t)
             operands.append(placed(lab, {i: at + i for i in range(len(lab.shape))}, ndim))
-    return join(call.ledger, operands, x.shape)
+    return join(call.constraints, operands, x.shape)
 
 
-def together(ledger: Ledger, x: Labels, dims: set[int]) -> Labels:
+def together(constraints: Constraints, x: Labels, dims: set[int]) -> Labels:
     """Features are taken together over `dims`: symmetric if all of an axis takes part, else blocks.
 
     Returns what is left after a reduction over `dims`: the blocks, and features that lie elsewhere.
     """
     if any(support(slot) & dims for slot in x.features):
-        ledger.trait("mixes")
-    features, fixed = reduce(ledger, x.features, dims, x.fixed)
+        constraints.trait("mixes")
+    features, fixed = reduce(constraints, x.features, dims, x.fixed)
     return replace(x, features=features, fixed=fixed)
 
 
@@ -71,14 +71,14 @@ def _batch_norm(call: Call) -> tuple[Labels, ...]:
     params = [(call.arg(n), 1) for n in names]
     variance = call.arg("running_var")
     if variance is not None:
-        call.ledger.variances.update(_names(call.ledger, call.of(variance)))
+        call.constraints.variances.update(_names(call.constraints, call.of(variance)))
     y = _normalise(call, x, x, params)
     return (y, *_rest(call))
 
 
-def _names(ledger: Ledger, lab: Labels) -> set[tuple[str, int]]:
-    axes = (ledger.axis(s) for s in lab.features)
-    return {(axis.name, ledger.node) for axis in axes if axis is not None}
+def _names(constraints: Constraints, lab: Labels) -> set[tuple[str, int]]:
+    axes = (constraints.axis(s) for s in lab.features)
+    return {(axis.name, constraints.node) for axis in axes if axis is not None}
 
 
 def _rest(call: Call) -> list[Labels]:
@@ -92,7 +92,7 @@ def _layer_norm(call: Call) -> Any:
     x = call.labels("input")
     first = len(x.shape) - len(call.arg("normalized_shape"))
     params = [(call.arg(n), first) for n in ("weight", "bias")]
-    taken = together(call.ledger, x, set(range(first, len(x.shape))))
+    taken = together(call.constraints, x, set(range(first, len(x.shape))))
     y = _normalise(call, x, taken, params)
     return (y, *_rest(call)) if isinstance(call.result, tuple) else y
 
@@ -110,7 +110,7 @@ def _group_norm(call: Call) -> tuple[Labels, ...]:
         return s.repeat_interleave(size, 1) if s.shape[1] > 1 else s
 
     parts = _each(split, x, (x.shape[0], groups, size, *x.shape[2:]))
-    taken = together(call.ledger, parts, set(range(2, len(parts.shape))))
+    taken = together(call.constraints, parts, set(range(2, len(parts.shape))))
     params = [(call.arg(n), 1) for n in ("weight", "bias")]
     return (_normalise(call, x, _each(whole, taken, x.shape), params), *_rest(call))
 
@@ -131,9 +131,9 @@ def _softmax(call: Call) -> Labels | tuple[Labels, ...]:
     x = call.of(call.arg("self"))
     dim = int(call.arg("dim")) % max(1, len(x.shape))
     if "cum" in str(call.op):
-        call.ledger.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
+        call.constraints.pin([s for s in x.features if dim in support(s)], f"{call.op} is ordered")
         x = replace(x, fixed=(*x.fixed, *positions(x.shape, [dim])))
-    y = _normalise(call, x, together(call.ledger, x, {dim}), ())
+    y = _normalise(call, x, together(call.constraints, x, {dim}), ())
     return (y, y) if isinstance(call.result, tuple) else y
 
 
@@ -142,7 +142,7 @@ def _renorm(call: Call) -> Labels:
     """Every slice is divided by its norm, if that is too large."""
     x = call.labels("self")
     dim = int(call.arg("dim")) % len(x.shape)
-    return _normalise(call, x, together(call.ledger, x, set(range(len(x.shape))) - {dim}), ())
+    return _normalise(call, x, together(call.constraints, x, set(range(len(x.shape))) - {dim}), ())
 
 
 @rule("trace")
@@ -153,8 +153,8 @@ def _trace(call: Call) -> Labels:
         tuple(narrow(s.expand(x.shape).diagonal().clone()) for s in slots)
         for slots in (x.features, x.fixed)
     )
-    diagonal = join(call.ledger, [Labels((n,), features, fixed, x.kind)], (n,))
-    y = together(call.ledger, diagonal, {0})
+    diagonal = join(call.constraints, [Labels((n,), features, fixed, x.kind)], (n,))
+    y = together(call.constraints, diagonal, {0})
     return Labels((), tuple(s.squeeze(0) for s in y.features), (), x.kind)
 
 
@@ -205,8 +205,8 @@ def _reduce(call: Call) -> Any:
     reduced = {d % max(1, len(x.shape)) for d in dims}
     held = tuple(s for s in x.features if support(s) & reduced)
     if "arg" in str(call.op):
-        call.ledger.pin(held, f"{call.op} gives the index of a feature")
-    x = together(call.ledger, x, reduced)
+        call.constraints.pin(held, f"{call.op} gives the index of a feature")
+    x = together(call.constraints, x, reduced)
     keep = sorted(set(range(len(x.shape))) - reduced)
     same = bool(call.arg("keepdim", False))
     out = {d: (d if same else i) for i, d in enumerate(keep)}
@@ -226,7 +226,7 @@ def _sort(call: Call) -> tuple[Labels, ...]:
     x = call.labels("self")
     dim = int(call.arg("dim")) % max(1, len(x.shape))
     held = tuple(s for s in x.features if dim in support(s))
-    x, shape = together(call.ledger, x, {dim}), tuple(first(call.result).shape)
+    x, shape = together(call.constraints, x, {dim}), tuple(first(call.result).shape)
     ranks = positions(shape, [dim])
     y = Labels(shape, x.features, (*beyond(x.fixed, {dim}), *ranks), x.kind)
     return y, replace(y, pending=held)
@@ -236,8 +236,8 @@ def _sort(call: Call) -> tuple[Labels, ...]:
 def _distances(call: Call) -> Labels:
     """Of every two rows, one after the other."""
     x, shape = call.labels("self"), tuple(call.result.shape)
-    x = pinned_along(call.ledger, x, {0}, "rows are compared in pairs, in their order")
-    together(call.ledger, x, {1})
+    x = pinned_along(call.constraints, x, {0}, "rows are compared in pairs, in their order")
+    together(call.constraints, x, {1})
     return Labels(shape, (), positions(shape), x.kind)
 
 
@@ -250,6 +250,6 @@ def _distance(call: Call) -> Labels:
         dims = {d: d for d in range(n - 3)} | {n - 3: at, n - 2: n - 1}
         operands.append(placed(lab, dims, n))
     shape = (*call.result.shape, x.shape[-1])
-    z = together(call.ledger, join(call.ledger, operands, shape), {n - 1})
+    z = together(call.constraints, join(call.constraints, operands, shape), {n - 1})
     fixed = tuple(s.squeeze(-1) for s in beyond(z.fixed, {n - 1}))
     return Labels(shape[:-1], tuple(s.squeeze(-1) for s in z.features), fixed, z.kind)

@@ -72,7 +72,7 @@ def taught(call: Call, targets: Sequence[Tensor]) -> tuple[Labels, ...]:
     """Labels of the tensors that a call makes or writes, by the rule registered for it, checked."""
     rule = TAUGHT[call.op]
     call = changed(call, result=targets[0] if len(targets) == 1 else tuple(targets))
-    where = f"the rule registered for {call.op.name()} ({call.ledger.where})"
+    where = f"the rule registered for {call.op.name()} ({call.constraints.where})"
     try:
         found = rule(call)
     except ZipError:
@@ -146,7 +146,7 @@ def _is_view(op: OpOverload) -> bool:
 def _seen(call: Call) -> Call:
     """Features that take part in a computation are told from those that do not."""
     for i, t in enumerate(call.tensors()):
-        call.ledger.event(call.of(t).features, i)
+        call.constraints.event(call.of(t).features, i)
     return call
 
 
@@ -165,15 +165,15 @@ def _pointwise(call: Call) -> tuple[Labels, ...]:
     if any(result != shape for result in results):
         raise ZipError(
             f"{call.op.name()} is registered as 'pointwise', but operands of shapes {operands} "
-            f"give {results} ({call.ledger.where})"
+            f"give {results} ({call.constraints.where})"
         )
-    y = join(call.ledger, [call.of(t) for t in _seen(call).tensors()], shape or ())
+    y = join(call.constraints, [call.of(t) for t in _seen(call).tensors()], shape or ())
     return (y,) * len(results)
 
 
 def _moved(call: Call) -> Labels:
     """The operation run on the labels; its result must hold values of its operands, or zeros."""
-    name, where = call.op.name(), call.ledger.where
+    name, where = call.op.name(), call.constraints.where
     tensors = call.tensors()
     indices = tree_leaves((call.arg("indices"), call.arg("index")))
     numbers = [t for t in tensors if t.is_floating_point() or t.is_complex()]
@@ -185,7 +185,7 @@ def _moved(call: Call) -> Labels:
         )
     if any(call.of(t).kind == Kind.DATA for t in counts):
         for t in numbers:
-            call.ledger.pin(call.of(t).features, f"{name} moves by what depends on the input")
+            call.constraints.pin(call.of(t).features, f"{name} moves by what depends on the input")
         (result,) = _results(call)
         return Labels(tuple(result.shape), (), positions(tuple(result.shape)))
     for result in _results(call):
@@ -235,7 +235,7 @@ def _composed(op: OpOverload, other: OpOverload) -> Rule | None:
         return None
 
     def through_others(call: Call) -> tuple[Labels, ...]:
-        where = f"{op.name()} is registered as {other.name()} ({call.ledger.where})"
+        where = f"{op.name()} is registered as {other.name()} ({call.constraints.where})"
         try:
             found = call.see(other, *call.args, **call.kwargs)
         except Exception as error:

@@ -106,9 +106,9 @@ def _averages(statistics: Statistics, groups: Ints) -> Statistics:
     """Statistics of the averages of groups, as if of one model."""
     matching = Matching(torch.from_numpy(groups), statistics.sizes, int(groups.max()) + 1)
     m = matching.merge_matrix().to(statistics.mean.device)
-    return Statistics(
+    return Statistics.trusted(
         statistics.count, m @ statistics.mean, m @ statistics.covariance @ m.T,
-        (matching.merged,), statistics.resolution, trusted=True,
+        (matching.merged,), statistics.resolution,
     )  # fmt: skip
 
 

@@ -138,8 +138,12 @@ def least_squares(matching: Matching, statistics: Statistics, ridge: float) -> T
 
 
 def needs_of(matcher: Matcher) -> Needs:
-    """What a matcher goes by, which it says as `needs`: statistics of activations (by default), of
-    weights, or nothing, so that features are matched by their position where none are there.
+    """What a matcher goes by, which it says as `needs`.
+
+    "activations" (also where it says nothing): it needs data. "weights": it is called with inner
+    products of the features' weights in place of covariances, again and again until nothing
+    changes, and needs no data. "nothing": it needs no data either, and without any is called with
+    statistics of features that are all alike.
 
     Raises:
         ZipError: it says something else.

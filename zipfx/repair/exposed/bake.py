@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.merge import BAKED, BAKED_KEY, HEAD_KEY, HEADS, SOURCE_KEY
+from zipfx.merge import BAKED, HEADS, mark, origin_of
 from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.model.running import Noting
 from zipfx.modes import fixed_randomness
-from zipfx.repair.exposed.unfold import TITLE_KEY, reads_as_weight, with_graph
+from zipfx.repair.exposed.unfold import reads_as_weight, with_graph
 from zipfx.trace.nodes import ancestors, is_in_place, module_paths
 
 
@@ -63,7 +63,8 @@ def with_plain_weights(
         value, before = first[node]
         if not torch.equal(before, again[node][1]):
             continue  # it is never the same twice
-        home = "" if HEAD_KEY not in node.meta else f"{HEADS}.{node.meta[HEAD_KEY]}"
+        head = origin_of(node).head
+        home = "" if head is None else f"{HEADS}.{head}"
         holder = merged.get_submodule(home)
         count = numbers.setdefault(home, itertools.count())
         name = next(name for n in count if not hasattr(holder, name := f"{BAKED}_{n}"))
@@ -122,7 +123,7 @@ def _replace(graph: fx.Graph, node: fx.Node, one: Bakeable) -> list[str]:
     this had used."""
     above = set(ancestors([node]))
     node.op, node.target, node.args, node.kwargs = "get_attr", one.target, (), {}
-    node.meta |= {BAKED_KEY: True, TITLE_KEY: one.layer}
+    mark(node, baked=True, title=one.layer)
     gone = []
     for other in reversed([n for n in graph.nodes if n in above]):
         if not other.users and other.op != "placeholder":
@@ -167,10 +168,11 @@ def _computes_weight(
     computes = node.op not in ("get_attr", "placeholder", "output")
     if reader is None or not (computes and reads_as_weight(reader, node)):
         return False
-    part = reader.meta.get(HEAD_KEY)
+    part = origin_of(reader).head
     tensors: list[Tensor] = []
     for one in (node, *ancestors([node], _inputs)):
-        foreign = SOURCE_KEY not in one.meta or one.meta.get(HEAD_KEY) != part
+        origin = origin_of(one)
+        foreign = origin.source is None or origin.head != part
         if foreign or one.op == "placeholder" or is_in_place(one.target):
             return False
         if any(is_in_place(user.target) and user.args[0] is one for user in one.users):

@@ -1,4 +1,4 @@
-"""Opaque: linear layers inside functions that stay one node of the graph.
+"""Inner linears: linear layers inside functions that stay one node of the graph.
 
 A function that the tracer does not look into, such as the windowed attention of torchvision's Swin,
 is given weights and hands them on to `F.linear`. To stop at such a layer the function runs up to

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -21,17 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.merge import HEAD_KEY, SOURCE_KEY
+from zipfx.merge import mark, origin_of
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
 from zipfx.model.tensors import runs_as
 from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers
 from zipfx.trace.nodes import looks, only_looked_at, tensors_at
-
-#: meta key of a node that was unfolded: (name of the source it was part of, path of a parameter,
-#: first and last of the rows that it applies)
-PART_KEY = "zipfx_part"
-#: meta key of a node that was unfolded: what to call it
-TITLE_KEY = "zipfx_title"
 
 _PROJECTIONS = ("query", "key", "value")
 _LINEAR = F.linear, torch.ops.aten.linear.default
@@ -49,8 +43,7 @@ _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "group
 
 def title(node: fx.Node) -> str:
     """What messages call the layer of a node."""
-    found: str = node.meta.get(TITLE_KEY, plain(str(node.target)))
-    return found
+    return origin_of(node).title or plain(str(node.target))
 
 
 def unfold(
@@ -76,7 +69,18 @@ def unfold(
     >>> [title(node) for node in wide.graph.nodes if node.op == "call_module"][:3]
     ['attention.query', 'attention.key', 'attention.value']
     """
-    return _Unfolding(module, inputs, to_write).result()
+    splice = _Splice(module, to_write)
+    inner = inner_layers(module, inputs)
+    for node in list(splice.graph.nodes):
+        if node.op == "call_module" and node.target not in splice.made:
+            leaf = module.get_submodule(str(node.target))
+            if _is_attention(leaf):
+                _attention(splice, node, leaf)
+        elif node.target in (*_LINEAR, *_CONVOLUTIONS) and to_write:
+            _function(splice, node)
+        elif node.name in inner:
+            _pieces(splice, node, inner[node.name])
+    return with_graph(module, splice.graph, splice.made)
 
 
 def with_graph(
@@ -99,158 +103,169 @@ def reads_as_weight(node: fx.Node, other: fx.Node) -> bool:
     return any(given.get(name) is other for name in _ARGUMENTS[1:3])
 
 
-class _Unfolding:
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], to_write: bool) -> None:
+class _Splice:
+    """The graph of a module while nodes of it are replaced by several.
+
+    made: the layers that were put in, by target; uses: how many nodes read a tensor, by its id.
+    """
+
+    def __init__(self, module: fx.GraphModule, to_write: bool) -> None:
         self.to_write = to_write
-        self.inner = inner_layers(module, inputs)
         self.module, self.graph = module, copy.deepcopy(module.graph)
         self.made: dict[str, nn.Module] = {}
         read = (n for n in module.graph.nodes if not only_looked_at(n))
         self.uses = Counter(id(t) for n in read for t in tensors_at(module, n))
 
-    def result(self) -> fx.GraphModule:
-        for node in list(self.graph.nodes):
-            if node.op == "call_module" and node.target not in self.made:
-                leaf = self.module.get_submodule(str(node.target))
-                own = isinstance(leaf, nn.MultiheadAttention)
-                if own and runs_as(leaf, nn.MultiheadAttention):
-                    self._attention(node, leaf)
-            elif node.target in (*_LINEAR, *_CONVOLUTIONS) and self.to_write:
-                self._function(node)
-            elif node.name in self.inner:
-                self._pieces(node, self.inner[node.name])
-        return with_graph(self.module, self.graph, self.made)
-
-    def _alone(self, t: Tensor) -> bool:
+    def alone(self, t: Tensor) -> bool:
         """Whether a single node has a tensor, or that does not matter."""
         return not self.to_write or self.uses[id(t)] == 1
 
-    def _own(self, node: fx.Node) -> bool:
+    def owns(self, node: fx.Node) -> bool:
         """Whether no other node has the tensors of this one, or that does not matter."""
-        return all(map(self._alone, tensors_at(self.module, node)))
+        return all(map(self.alone, tensors_at(self.module, node)))
 
-    def _attention(self, node: fx.Node, leaf: Any) -> None:
-        path = plain(str(node.target))
-        given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs)
-        read = {u: u.args[1] for u in node.users if u.target is getitem}
-        outputs = [u for u, i in read.items() if i == 0]
-        odd = (
-            leaf.bias_k is not None
-            or leaf.add_zero_attn
-            or any(is_parametrized(m) for m in leaf.modules())
-            or not runs_as(leaf.out_proj, nn.Linear)
-        )
-        if odd or not outputs or len(read) < len(node.users) or not self._own(node):
-            return
-        width, packed = leaf.embed_dim, leaf._qkv_same_embed_dim
-        with self.graph.inserting_before(node):
-            for i, name in enumerate(_PROJECTIONS):
-                weight = leaf.in_proj_weight if packed else getattr(leaf, f"{name[0]}_proj_weight")
-                rows = (i * width, (i + 1) * width) if packed else (0, width)
-                bias = leaf.in_proj_bias
-                bias = None if bias is None else _view(bias, i * width, (i + 1) * width)
-                target = self._add(f"{path}.{name}", _linear(_view(weight, *rows), bias))
-                part = self.graph.call_module(target, (given.arguments[name],))
-                self._name(part, node, name)
-                part.meta[TITLE_KEY] = f"{path}.{name}"
-                owner = f"{path}.in_proj_weight" if packed else f"{path}.{name[0]}_proj_weight"
-                part.meta[PART_KEY] = (self._source(node), owner, *rows)
-                given.arguments[name] = part
-        node.target = self._add(f"{path}.mixing", _core(leaf))
-        node.args, node.kwargs = given.args, given.kwargs
-        first, *others = outputs
-        with self.graph.inserting_before(first):
-            mixed = self.graph.call_function(getitem, (node, 0))
-            self._name(mixed, node, "mixed")
-        self._becomes(first, f"{path}.out_proj", leaf.out_proj, mixed)
-        for other in others:
-            other.replace_all_uses_with(first)
-            self.graph.erase_node(other)
-
-    def _function(self, node: fx.Node) -> None:
-        given = _arguments(node)
-        x, *weights = (given.pop(name, None) for name in _ARGUMENTS[:3])
-        own = [w for w in weights if w is not None]
-        if not isinstance(x, fx.Node) or any(
-            not isinstance(w, fx.Node)
-            or w.op != "get_attr"
-            or not self._own(w)
-            or any(user is not node and not looks(user, w) for user in w.users)
-            for w in own
-        ):
-            return
-        found: list[Any] = [
-            None if w is None else attribute(self.module, w.target) for w in weights
-        ]
-        numbers = [n for v in given.values() for n in (v if isinstance(v, (tuple, list)) else [v])]
-        weight, bias = found
-        if (
-            not all(t is None or isinstance(t, nn.Parameter) for t in found)
-            or not all(isinstance(n, (int, str)) for n in numbers)
-            or weight.ndim < 2
-            or (bias is not None and bias.shape != weight.shape[:1])
-        ):
-            return
-        kind = _CONVOLUTIONS.get(node.target)
-        layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
-        self._becomes(node, title(weights[0]), layer, x)
-        for w in own:
-            if not w.users:
-                self.graph.erase_node(w)
-
-    def _pieces(self, node: fx.Node, inner: Sequence[Inner]) -> None:
-        arguments = arguments_of(node)
-        assert arguments is not None
-        names = {name for pair in inner for name in pair if name is not None}
-        tensors = {name: attribute(self.module, arguments[name].target) for name in names}
-        shared = {name for name, t in tensors.items() if not self._alone(t)}
-        inner = [pair for pair in inner if shared.isdisjoint(pair)]
-        if not inner:
-            return
-        own = {name: arguments.pop(name) for pair in inner for name in pair if name is not None}
-        tensors = {name: tensors[name] for name in own}
-        function: Any = node.target
-        before, after = (Piece(function, inner, tensors, stops=stops) for stops in (True, False))
-        up_to = self._add(f"{node.name}.before", before)
-        made: list[fx.Node] = []
-        with self.graph.inserting_before(node):
-            for weight, bias in inner:
-                path = plain(str(own[weight].target))
-                x = self.graph.call_module(up_to, tuple(made), arguments)
-                self._name(x, node, f"before_{weight}")
-                layer = _linear(tensors[weight], None if bias is None else tensors[bias])
-                made.append(self.graph.call_module(self._add(path, layer), (x,)))
-                self._name(made[-1], node, weight)
-                made[-1].meta[TITLE_KEY] = path.removesuffix(".weight")
-                made[-1].meta[PART_KEY] = self._source(node), path, 0, len(tensors[weight])
-        node.op, node.target = "call_module", self._add(f"{node.name}.after", after)
-        node.args, node.kwargs = tuple(made), arguments
-        for get in own.values():
-            if not get.users:
-                self.graph.erase_node(get)
-
-    def _add(self, path: str, layer: nn.Module) -> str:
-        """Where the layer is put: not inside a module, which is the model's."""
+    def add(self, path: str, layer: nn.Module) -> str:
+        """Where a layer is put: not inside a module, which is the model's."""
         target = f"unfolded__{len(self.made)}__{path.replace('.', '__')}"
         self.made[target] = layer
         return target
 
-    def _becomes(self, node: fx.Node, path: str, layer: nn.Module, x: fx.Node) -> None:
-        node.meta[TITLE_KEY] = path
-        node.op, node.target = "call_module", self._add(path, layer)
+    def call(
+        self, node: fx.Node, name: str, target: str, args: tuple[Any, ...], kwargs: Any = None
+    ) -> fx.Node:
+        """A part of a node that applies a layer."""
+        new = self.graph.call_module(target, args, kwargs)
+        self.name(new, node, name)
+        return new
+
+    def becomes(self, node: fx.Node, path: str, layer: nn.Module, x: fx.Node) -> None:
+        """A node applies a layer of its own, and nothing else."""
+        mark(node, title=path)
+        node.op, node.target = "call_module", self.add(path, layer)
         node.args, node.kwargs = (x,), {}
 
-    def _source(self, node: fx.Node) -> str:
-        found: str = node.meta.get(SOURCE_KEY, node.name)
-        return found
-
-    def _name(self, new: fx.Node, node: fx.Node, part: str) -> None:
-        """Named after the node, in its graph and in that of the model it comes from."""
+    def name(self, new: fx.Node, node: fx.Node, part: str) -> None:
+        """Name a part after its node, in this graph and in that of the model it comes from."""
         new._rename(f"{node.name}__zipfx_{part}")
-        if SOURCE_KEY in node.meta:
-            new.meta[SOURCE_KEY] = f"{node.meta[SOURCE_KEY]}__zipfx_{part}"
-        if HEAD_KEY in node.meta:
-            new.meta[HEAD_KEY] = node.meta[HEAD_KEY]
+        origin = origin_of(node)
+        source = None if origin.source is None else f"{origin.source}__zipfx_{part}"
+        mark(new, head=origin.head, source=source)
+
+
+def _source(node: fx.Node) -> str:
+    return origin_of(node).source or node.name
+
+
+def _is_attention(leaf: nn.Module) -> bool:
+    return isinstance(leaf, nn.MultiheadAttention) and runs_as(leaf, nn.MultiheadAttention)
+
+
+def _attention(splice: _Splice, node: fx.Node, leaf: Any) -> None:
+    """Four linear layers, and what mixes positions between them."""
+    path = plain(str(node.target))
+    given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs)
+    read = {u: u.args[1] for u in node.users if u.target is getitem}
+    outputs = [u for u, i in read.items() if i == 0]
+    odd = (
+        leaf.bias_k is not None
+        or leaf.add_zero_attn
+        or any(is_parametrized(m) for m in leaf.modules())
+        or not runs_as(leaf.out_proj, nn.Linear)
+    )
+    if odd or not outputs or len(read) < len(node.users) or not splice.owns(node):
+        return
+    with splice.graph.inserting_before(node):
+        for i, name in enumerate(_PROJECTIONS):
+            layer, owner, rows = _projection(leaf, i)
+            target = splice.add(f"{path}.{name}", layer)
+            part = splice.call(node, name, target, (given.arguments[name],))
+            mark(part, title=f"{path}.{name}", part=(_source(node), f"{path}.{owner}", *rows))
+            given.arguments[name] = part
+    node.target = splice.add(f"{path}.mixing", _core(leaf))
+    node.args, node.kwargs = given.args, given.kwargs
+    first, *others = outputs
+    with splice.graph.inserting_before(first):
+        mixed = splice.graph.call_function(getitem, (node, 0))
+        splice.name(mixed, node, "mixed")
+    splice.becomes(first, f"{path}.out_proj", leaf.out_proj, mixed)
+    for other in others:
+        other.replace_all_uses_with(first)
+        splice.graph.erase_node(other)
+
+
+def _projection(leaf: Any, i: int) -> tuple[nn.Linear, str, tuple[int, int]]:
+    """The layer that projects to queries, keys or values, on the memory of the leaf; the name of
+    its weight; the rows of that which it has."""
+    width, packed = leaf.embed_dim, leaf._qkv_same_embed_dim
+    owner = "in_proj_weight" if packed else f"{_PROJECTIONS[i][0]}_proj_weight"
+    rows = (i * width, (i + 1) * width) if packed else (0, width)
+    bias = leaf.in_proj_bias
+    bias = None if bias is None else _view(bias, i * width, (i + 1) * width)
+    return _linear(_view(getattr(leaf, owner), *rows), bias), owner, rows
+
+
+def _function(splice: _Splice, node: fx.Node) -> None:
+    """`F.linear` or a convolution, given parameters, is a layer."""
+    given = _arguments(node)
+    x, *weights = (given.pop(name, None) for name in _ARGUMENTS[:3])
+    own = [w for w in weights if w is not None]
+    if not isinstance(x, fx.Node) or any(
+        not isinstance(w, fx.Node)
+        or w.op != "get_attr"
+        or not splice.owns(w)
+        or any(user is not node and not looks(user, w) for user in w.users)
+        for w in own
+    ):
+        return
+    found: list[Any] = [None if w is None else attribute(splice.module, w.target) for w in weights]
+    numbers = [n for v in given.values() for n in (v if isinstance(v, (tuple, list)) else [v])]
+    weight, bias = found
+    if (
+        not all(t is None or isinstance(t, nn.Parameter) for t in found)
+        or not all(isinstance(n, (int, str)) for n in numbers)
+        or weight.ndim < 2
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
+        return
+    kind = _CONVOLUTIONS.get(node.target)
+    layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
+    splice.becomes(node, title(weights[0]), layer, x)
+    _erase_unread(splice.graph, own)
+
+
+def _pieces(splice: _Splice, node: fx.Node, inner: Sequence[Inner]) -> None:
+    """A function that calls `F.linear` becomes what it does before, between and after these."""
+    arguments = arguments_of(node)
+    assert arguments is not None
+    names = {name for pair in inner for name in pair if name is not None}
+    tensors = {name: attribute(splice.module, arguments[name].target) for name in names}
+    shared = {name for name, t in tensors.items() if not splice.alone(t)}
+    inner = [pair for pair in inner if shared.isdisjoint(pair)]
+    if not inner:
+        return
+    own = {name: arguments.pop(name) for pair in inner for name in pair if name is not None}
+    tensors = {name: tensors[name] for name in own}
+    function: Any = node.target
+    before, after = (Piece(function, inner, tensors, stops=stops) for stops in (True, False))
+    up_to = splice.add(f"{node.name}.before", before)
+    made: list[fx.Node] = []
+    with splice.graph.inserting_before(node):
+        for weight, bias in inner:
+            path = plain(str(own[weight].target))
+            x = splice.call(node, f"before_{weight}", up_to, tuple(made), arguments)
+            layer = _linear(tensors[weight], None if bias is None else tensors[bias])
+            made.append(splice.call(node, weight, splice.add(path, layer), (x,)))
+            part = (_source(node), path, 0, len(tensors[weight]))
+            mark(made[-1], title=path.removesuffix(".weight"), part=part)
+    node.op, node.target = "call_module", splice.add(f"{node.name}.after", after)
+    node.args, node.kwargs = tuple(made), arguments
+    _erase_unread(splice.graph, own.values())
+
+
+def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _view(t: Tensor, start: int, stop: int) -> nn.Parameter:

@@ -14,18 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError
-from zipfx.merge import (
-    BAKED,
-    BAKED_KEY,
-    HEAD_KEY,
-    HEADS,
-    INSERTED,
-    SOURCE_KEY,
-    MergedModule,
-    Part,
-    build,
-    planted,
-)
+from zipfx.merge import BAKED, HEADS, INSERTED, MergedModule, Part, build, mark, planted
 from zipfx.model.calls import EXPECTATIONS, expect_equal
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.report.files.recipe import UNMERGE_NAME, GraphStep, Recipe, reads_of
@@ -159,10 +148,8 @@ def _copied(
     if step.part is not None and source.op in NAMED:
         target = f"{HEADS}.{step.part}.{plain(target)}"
     node = graph.create_node(source.op, target, args, kwargs, step.name, source.type)
-    node.meta = {**source.meta, SOURCE_KEY: source.name}
-    node.meta.pop(HEAD_KEY, None)
-    if step.part is not None:
-        node.meta[HEAD_KEY] = step.part
+    node.meta = dict(source.meta)
+    mark(node, head=step.part, source=source.name)
     return node
 
 
@@ -177,9 +164,7 @@ def _baked(graph: fx.Graph, root: nn.Module, step: GraphStep, take: TakeTensor) 
         raise ZipError(f"{target!r} holds no real numbers")
     root.get_submodule(home).register_parameter(name, nn.Parameter(value.clone()))
     node = graph.create_node("get_attr", target, name=step.name)
-    node.meta = {SOURCE_KEY: step.source, BAKED_KEY: True}
-    if step.part is not None:
-        node.meta[HEAD_KEY] = step.part
+    mark(node, head=step.part, source=step.source, baked=True)
     return node
 
 
@@ -211,7 +196,7 @@ def _inserted(
         node = graph.create_node("call_function", functions[does.target], args, name=step.name)
     else:
         raise ZipError(f"node {step.name!r} copies no node of a model")
-    node.meta[HEAD_KEY] = step.part
+    mark(node, head=step.part)
     return node
 
 

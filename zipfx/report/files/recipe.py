@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from zipfx.errors import ZipError
-from zipfx.merge import BAKED, BAKED_KEY, HEAD_KEY, HEADS, INSERTED, SOURCE_KEY, Part
+from zipfx.merge import BAKED, HEADS, INSERTED, Part, origin_of
 from zipfx.model.callables import name_of_callable, without_addresses
 from zipfx.model.calls import EXPECTATIONS
 from zipfx.model.contents import attributes, code_of
@@ -112,10 +112,11 @@ def recipe_of(merged: fx.GraphModule, models: int, partial: bool) -> Recipe:
 
 
 def _step(merged: fx.GraphModule, node: fx.Node) -> GraphStep:
-    part, source = node.meta.get(HEAD_KEY), node.meta.get(SOURCE_KEY)
+    origin = origin_of(node)
+    part = origin.head
     does, reads = _does(merged, node, part), reads_of((node.args, node.kwargs))
     given: Any = ()
-    if source is None:
+    if origin.source is None:
         if node.target in EXPECTATIONS:
             wanted = json.dumps(node.args[2:])
             does = replace(does, settings={"wanted": wanted}, arguments="")
@@ -125,10 +126,10 @@ def _step(merged: fx.GraphModule, node: fx.Node) -> GraphStep:
             node.op == "get_attr" and part is not None and UNMERGE_NAME.fullmatch(does.target)
         ):
             raise ZipError(f"node {node.name!r} ({node.op} {does.target}) was put into its graph")
-    elif BAKED_KEY in node.meta:
+    elif origin.baked:
         does = replace(does, layer=BAKED)
     dims = given if isinstance(given, (tuple, list)) else (given,)
-    return GraphStep(node.name, part, source, reads, does, tuple(dims))
+    return GraphStep(node.name, part, origin.source, reads, does, tuple(dims))
 
 
 def _does(module: fx.GraphModule, node: fx.Node, part: Part = None) -> Does:

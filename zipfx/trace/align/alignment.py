@@ -1,4 +1,4 @@
-"""Alike: models that compute the same, but are written differently, become one architecture.
+"""Alignment: models that compute the same, but are written differently, become one architecture.
 
 Two checkpoints of one network may come from different code: another library, `nn.ReLU` or
 `F.relu`, a dropout more or less, another eps of the BatchNorms.  What their graphs compute is
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -60,8 +61,8 @@ def aligned(
         return Aligned(list(modules), last, notes)
     ours = number(modules[0], inputs)
     theirs = {k: likened(modules[0], ours, m, inputs, last) for k, m in odd.items()}
-    work = _Alignment(modules, ours, theirs, partial, inputs)
-    last, more = work.cut(last)
+    work = _Alignment(modules, ours, theirs, inputs)
+    last, more = (last, []) if partial is None else _cut(work, partial, last)
     work.check(last)
     found = list(modules)
     for k, (module, told) in work.adopted(last).items():
@@ -115,67 +116,42 @@ def _split(
     return []
 
 
+@dataclass(frozen=True)
 class _Alignment:
-    """Up to where models compute the same."""
+    """Up to where models compute the same.
 
-    def __init__(
-        self,
-        modules: Sequence[fx.GraphModule],
-        ours: Numbers,
-        theirs: Mapping[int, Numbers],
-        partial: str | None,
-        inputs: Sequence[Any],
-    ) -> None:
-        self.modules, self.ours, self.theirs, self.partial = modules, ours, theirs, partial
-        self.inputs = inputs
-        self.nodes = list(modules[0].graph.nodes)
-        known = {k: {use.number for use in found.uses} for k, found in theirs.items()}
-        #: the first node with a weight that a model does not use in this way
-        self.end = {
-            k: min((u.node for u in ours.uses if u.number not in known[k]), default=len(self.nodes))
-            for k in theirs
+    ours: numbers of model 0; theirs: of those that are written differently from it; inputs: one
+    value for each placeholder.
+    """
+
+    modules: Sequence[fx.GraphModule]
+    ours: Numbers
+    theirs: Mapping[int, Numbers]
+    inputs: Sequence[Any]
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """Those of model 0."""
+        return list(self.modules[0].graph.nodes)
+
+    @cached_property
+    def end(self) -> dict[int, int]:
+        """The first node with a weight that a model does not use in this way."""
+        known = {k: {use.number for use in found.uses} for k, found in self.theirs.items()}
+        return {
+            k: min(
+                (u.node for u in self.ours.uses if u.number not in numbers),
+                default=len(self.nodes),
+            )
+            for k, numbers in known.items()
         }
-
-    def cut(self, last: int) -> tuple[int, list[str]]:
-        """The last node of the trunk: an earlier one where a stage of the same name is shorter in
-        another model."""
-        notes: list[str] = []
-        ends = [last]
-        for k in self.theirs if self.partial is not None else ():
-            assert self.partial is not None
-            if self.end[k] > last:
-                notes += _split_by_number(self, k, last)
-                continue
-            shorter = self._shorter(k, last)
-            if shorter is not None:
-                ends.append(shorter)
-                notes.append(
-                    f"{self.partial!r} of model {k} is shorter than that of model 0: the cut lies "
-                    f"inside the latter, after {describe(self.nodes[shorter])}"
-                )
-        return min(ends), notes
-
-    def _shorter(self, k: int, last: int) -> int | None:
-        """The node of model 0 that computes what the stage of this name gives in model k."""
-        assert self.partial is not None
-        try:
-            end = last_node(self.modules[k], self.partial)
-        except ZipError:
-            return None
-        value = self.theirs[k].gives[end]
-        found = [
-            i
-            for i in range(min(last, self.end[k] - 1) + 1)
-            if self.ours.gives[i] == value and self.partial in module_paths(self.nodes[i])
-        ]
-        return max(found, default=None)
 
     def check(self, last: int) -> None:
         """Raise ZipError where the models compute different things before the cut."""
         whole = last == len(self.nodes) - 1
         for k, found in self.theirs.items():
             if self.end[k] <= last or (whole and self.ours.gives[-1] != found.gives[-1]):
-                raise self._different(k, last)
+                raise _different(self, k, last)
 
     def adopted(self, last: int) -> dict[int, tuple[fx.GraphModule, list[str]]]:
         """The models that are to have the nodes of model 0 up to the cut, and notes.
@@ -186,7 +162,7 @@ class _Alignment:
         try:
             return self._adopted(last)
         except Differs as error:
-            works = self._last_that_works(last)
+            works = self.last_that_works(last)
             advice = f"the last cut that works is partial={works!r}" if works else "no cut works"
             raise ZipError(f"{error}. Use one implementation for all, or {advice}") from None
 
@@ -224,30 +200,7 @@ class _Alignment:
         pairs = {(u.name, other.get(u.number, "")) for u in self.ours.uses if u.node <= last}
         return any(_is_in(a, x) and not _is_in(b, y) for x, y in swapped for a, b in pairs)
 
-    def _different(self, k: int, last: int) -> ZipError:
-        theirs = list(self.modules[k].graph.nodes)
-        known, mine = set(self.theirs[k].gives), set(self.ours.gives)
-        x = next((i for i, v in enumerate(self.ours.gives[: last + 1]) if v not in known), last)
-        y = next((i for i, v in enumerate(self.theirs[k].gives) if v not in mine), len(theirs) - 1)
-        what = differing(self.modules[0], self.nodes[x], self.modules[k], theirs[y])
-        works = self._last_that_works(last)
-        advice = (
-            f"Up to there they are alike: the last cut that works is partial={works!r}"
-            if works
-            else "They have no layer in common that could be shared: only models of one "
-            "architecture can be zipped"
-        )
-        if what is None:  # what they do is the same, but not with which weights
-            shared = mismatch(self.modules[0], self.modules[k], last)
-            return ZipError(
-                f"models 0 and {k} do not correspond: {shared}. Tie or untie them alike. {advice}"
-            )
-        return ZipError(
-            f"models 0 and {k} do not correspond at {describe(self.nodes[x])} of model 0 and "
-            f"{describe(theirs[y])} of model {k}: {what}. {advice}"
-        )
-
-    def _last_that_works(self, last: int) -> str | None:
+    def last_that_works(self, last: int) -> str | None:
         """The outermost module of model 0 that ends last among those that could be the cut."""
         first = min(last, *self.end.values())
         ends: dict[str, int] = {}
@@ -272,15 +225,71 @@ def _is_in(name: str, path: str) -> bool:
     return name == plain(path) or name.startswith(f"{plain(path)}.")
 
 
-def _split_by_number(work: _Alignment, k: int, last: int) -> list[str]:
+def _cut(work: _Alignment, partial: str, last: int) -> tuple[int, list[str]]:
+    """The last node of the trunk: an earlier one where a stage of the same name is shorter in
+    another model."""
+    ends, notes = [last], []
+    for k in work.theirs:
+        if work.end[k] > last:
+            notes += _split_by_number(work, k, partial, last)
+            continue
+        shorter = _shorter(work, k, partial, last)
+        if shorter is not None:
+            ends.append(shorter)
+            notes.append(
+                f"{partial!r} of model {k} is shorter than that of model 0: the cut lies "
+                f"inside the latter, after {describe(work.nodes[shorter])}"
+            )
+    return min(ends), notes
+
+
+def _shorter(work: _Alignment, k: int, partial: str, last: int) -> int | None:
+    """The node of model 0 that computes what the stage of this name gives in model k."""
+    try:
+        end = last_node(work.modules[k], partial)
+    except ZipError:
+        return None
+    value = work.theirs[k].gives[end]
+    found = [
+        i
+        for i in range(min(last, work.end[k] - 1) + 1)
+        if work.ours.gives[i] == value and partial in module_paths(work.nodes[i])
+    ]
+    return max(found, default=None)
+
+
+def _split_by_number(work: _Alignment, k: int, partial: str, last: int) -> list[str]:
     """As `_split`, of a model that is written differently."""
-    assert work.partial is not None
-    nodes = list(work.modules[k].graph.nodes)
+    nodes, gives = work.modules[k].graph.nodes, work.theirs[k].gives
     known = set(work.ours.gives[: last + 1])
-    gives = work.theirs[k].gives
     late = [n for n, v in zip(nodes, gives, strict=True) if v not in known]
-    if any(work.partial in module_paths(n) for n in late if n.op == "call_module"):
-        return [
-            f"the cut after {work.partial!r} of model 0 lies inside {work.partial!r} of model {k}"
-        ]
+    if any(partial in module_paths(n) for n in late if n.op == "call_module"):
+        return [f"the cut after {partial!r} of model 0 lies inside {partial!r} of model {k}"]
     return []
+
+
+def _different(work: _Alignment, k: int, last: int) -> ZipError:
+    """What to say of models that compute different things before the cut."""
+    first, other = work.modules[0], work.modules[k]
+    ours, theirs = work.ours.gives, work.theirs[k].gives
+    known, mine, nodes = set(theirs), set(ours), list(other.graph.nodes)
+    i = next((i for i, v in enumerate(ours[: last + 1]) if v not in known), last)
+    j = next((j for j, v in enumerate(theirs) if v not in mine), len(nodes) - 1)
+    x, y = work.nodes[i], nodes[j]
+    what = differing(first, x, other, y)
+    works = work.last_that_works(last)
+    advice = (
+        f"Up to there they are alike: the last cut that works is partial={works!r}"
+        if works
+        else "They have no layer in common that could be shared: only models of one "
+        "architecture can be zipped"
+    )
+    if what is None:  # what they do is the same, but not with which weights
+        shared = mismatch(first, other, last)
+        return ZipError(
+            f"models 0 and {k} do not correspond: {shared}. Tie or untie them alike. {advice}"
+        )
+    return ZipError(
+        f"models 0 and {k} do not correspond at {describe(x)} of model 0 and "
+        f"{describe(y)} of model {k}: {what}. {advice}"
+    )

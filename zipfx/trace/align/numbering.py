@@ -15,50 +15,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zipfx.hashing import Hashes, hash64
 from zipfx.model.copies import alias
 from zipfx.model.memory import storage_key
-from zipfx.model.running import Guard, declared, decomposed
+from zipfx.model.running import Guard, decomposed
 from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
-from zipfx.trace.align.spelling import (
-    COMMUTATIVE,
-    SAME,
-    given_to,
-    has_tensors,
-    ignored,
-    in_one_form,
-    is_view,
-    operation,
-)
+from zipfx.trace.align.elements import Elements, Value
+from zipfx.trace.align.spelling import SAME, Call
 
-aten: Any = torch.ops.aten
-#: of a tensor: a digest of those of its elements, and its shape
-Number = tuple[int, tuple[int, ...]]
-Value = tuple[Any, ...]  # of what a node computes: the numbers of its tensors, other things as text
 Window = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
 #: by kind of a first use, the rank of each (name of a tensor, window into it)
 Ranks = Mapping[int, Mapping[tuple[str, Window], int]]
-
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-
-
-@dataclass(frozen=True, eq=False)
-class _Numbered:
-    """The elements of a storage, of `size` bytes each, and their numbers (0: none yet)."""
-
-    ref: Any
-    size: int
-    numbers: Hashes
 
 
 @dataclass(frozen=True)
@@ -144,14 +120,14 @@ class _Runner(fx.Interpreter):
         super().__init__(twin, graph=graph)
         self.extra_traceback = False
         self.mode, self.guard, self.last = mode, guard, last
-        self.numbers = mode.numbers
+        self.numbers, self.elements = mode.numbers, mode.elements
         self.at = {node: i for i, node in enumerate(graph.nodes)}
         self.inputs = 0
 
     def run_node(self, n: fx.Node) -> Any:
         with as_library():
             self.numbers.reads.append(
-                {self.at[a]: self.mode.value(self.env[a]) for a in n.all_input_nodes}
+                {self.at[a]: self.elements.value(self.env[a]) for a in n.all_input_nodes}
             )
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         with decomposed(leaf), self.mode, self.guard, as_caller():
@@ -160,13 +136,25 @@ class _Runner(fx.Interpreter):
             if n.op == "placeholder":
                 for t in (t for t in leaves(result) if isinstance(t, Tensor)):
                     self.inputs += 1
-                    self.mode.fill(t, _hash(-self.inputs))
-            self.numbers.gives.append(self.mode.value(result))
+                    self.elements.fill(t, _hash(-self.inputs))
+            self.numbers.gives.append(self.elements.value(result))
             if self.at[n] == self.last:
                 env = {**self.env, n: result}
-                self.numbers.left = {self.at[m]: self.mode.value(v) for m, v in env.items()}
+                self.numbers.left = {self.at[m]: self.elements.value(v) for m, v in env.items()}
                 raise _Stopped
         return result
+
+
+class _About(NamedTuple):
+    """What is known of a call before it writes to anything.
+
+    number: of the call; constant: whether all that it reads are constants; first: the numbers of
+    its first tensor, where the result may be the same.
+    """
+
+    number: int
+    constant: bool
+    first: Hashes | None
 
 
 class _Mode(TorchDispatchMode):
@@ -175,83 +163,15 @@ class _Mode(TorchDispatchMode):
     def __init__(self, named: Mapping[str, Tensor], constants: Iterable[str], ranks: Ranks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ranks = ranks
-        self.numbers = Numbers()
-        self.storages: dict[int, _Numbered] = {}
+        self.numbers, self.elements = Numbers(), Elements()
         self.owners = {storage_key(t): name for name, t in named.items()}
         self.offsets = {name: int(t.storage_offset()) for name, t in named.items()}
-        self.constant: set[int] = set()  # storages that are known by their values
         self.taken: dict[int, set[int]] = {}  # ranks, by kind
-        self.most = 64
         for name, t in named.items():
             if name in constants or not (t.is_floating_point() or t.is_complex()):
-                self.by_value(t)
+                self.elements.by_value(t)
             else:
-                self.storages.setdefault(storage_key(t), _blank(t))
-
-    # ---------------------------------------------------------------- elements
-    def window(self, t: Tensor) -> Hashes | None:
-        """The numbers of a tensor's elements, as a view (None: its storage is unknown, or seen
-        through another dtype)."""
-        known = self.storages.get(storage_key(t))
-        if known is None or known.ref.expired() or known.size != t.itemsize:
-            return None
-        whole = known.numbers[int(t.storage_offset()) :]
-        return np.lib.stride_tricks.as_strided(whole, t.shape, [s * 8 for s in t.stride()])
-
-    def fill(self, t: Tensor, number: int) -> None:
-        """New numbers for all elements of a tensor, in their order."""
-        with np.errstate(over="ignore"):
-            found = hash64((np.arange(t.numel(), dtype=np.uint64) * _ODD).view(np.int64) ^ number)
-        self.put(t, found)
-
-    def put(self, t: Tensor, numbers: Hashes) -> None:
-        window = self.window(t)
-        if window is None:
-            self.storages[storage_key(t)] = _blank(t)
-            window = self.window(t)
-            if len(self.storages) > self.most:
-                self._forget()
-        assert window is not None
-        window[...] = numbers.reshape(t.shape)
-
-    def _forget(self) -> None:
-        gone = [key for key, known in self.storages.items() if known.ref.expired()]
-        for key in gone:
-            del self.storages[key]
-            self.constant.discard(key)
-        self.most = 64 + 2 * len(self.storages)
-
-    def by_value(self, t: Tensor) -> None:
-        """Number a tensor by what it holds."""
-        values = t.detach().cpu().contiguous().reshape(-1)
-        real = torch.view_as_real(values) if values.is_complex() else values
-        wide = real.double() if real.is_floating_point() else real.long()
-        bits = (wide + 0 if wide.dtype == torch.int64 else wide + 0.0).numpy().view(np.int64)
-        found = hash64(bits)
-        if values.is_complex():
-            found = hash64((found[..., 0] ^ hash64(found[..., 1].view(np.int64))).view(np.int64))
-        self.put(t, found.reshape(-1))
-        self.constant.add(storage_key(t))
-
-    def digest(self, t: Tensor) -> int:
-        """Of the numbers of a tensor's elements, in their order."""
-        window = self.window(t)
-        if window is None:
-            self.by_value(t)  # a tensor that came from nowhere, such as one in an attribute
-            window = self.window(t)
-        assert window is not None
-        if not t.numel():
-            return 0
-        with np.errstate(over="ignore"):
-            flat = window.reshape(-1) + np.arange(t.numel(), dtype=np.uint64) * _ODD
-            return int(hash64(flat.view(np.int64)).sum(dtype=np.uint64))
-
-    def value(self, value: Any) -> Value:
-        """What a node has computed."""
-        return tuple(
-            (self.digest(x), tuple(x.shape)) if isinstance(x, Tensor) else repr(x)
-            for x in leaves(value)
-        )
+                self.elements.add(t)
 
     # ---------------------------------------------------------------- operations
     def __torch_dispatch__(
@@ -259,86 +179,64 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with as_library():
-            about = self._about(func, args, kwargs)
+            call = Call.of(func, args, kwargs)
+            about = self._about(call)
         result = func(*args, **kwargs)
         with as_library():
-            self._number(func, args, kwargs, result, *about)
+            self._number(call, result, about)
         return result
 
-    def _about(self, func: Any, args: Any, kwargs: Any) -> tuple[int, bool, Hashes | None]:
-        """The number of a call, before it writes to anything; whether all that it reads are
-        constants; and the numbers of its first operand."""
-        given = given_to(func, args, kwargs)
-        tensors = [t for t in tree_leaves(list(given.values())) if isinstance(t, Tensor)]
-        written = {id(t) for t in declared(func, args, kwargs)}
-        name = operation(func)
-        self._note_eps(name, given)
-        constant = all(storage_key(t) in self.constant for t in tensors)
-        shapes = {tuple(t.shape) for t in tensors}
-        plain = torch.Tag.pointwise in func.tags and len(shapes) == 1
-        commutes = name in COMMUTATIVE and len(tensors) == 2 and given.get("alpha", 1) == 1
-        overwrites = name in ("copy", "fill", "zero", "uniform", "normal")
-        parts: list[tuple[str, Any]] = []
-        # weights that nothing was known of are numbered by this use, after all else
-        for key, value in given.items():
-            if not has_tensors(value) and key not in ignored(name):
-                parts.append((key, in_one_form(key, value, tensors, name)))
-        known = [t for t in tensors if not self._is_new(t)]
-        first = _hash(name, tuple(parts), tuple(self.digest(t) for t in known))
-        for i, t in enumerate(() if is_view(func) else tensors):
-            if self._is_new(t) and not (overwrites and id(t) in written):
-                # of one call, the first weight says which others it comes with
-                place = 0 if commutes else i
-                first = self._first_use(t, _hash(first, place, tuple(t.shape)))
-        operands: list[Any] = []
-        for value in (v for v in given.values() if has_tensors(v)):
-            for t in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
-                if not (overwrites and id(t) in written):
-                    operands.append(self.digest(t) if plain else (self.digest(t), tuple(t.shape)))
-        if commutes:
-            operands.sort(key=str)
-        head = self.window(tensors[0]) if name in (*SAME, "_to_copy") and tensors else None
-        number = _hash(name, tuple(parts), tuple(operands))
-        return number, constant, None if head is None else head.copy()
+    def _about(self, call: Call) -> _About:
+        self._note_eps(call)
+        constant = all(map(self.elements.is_constant, call.tensors))
+        self._use_weights(call)
+        number = _hash(call.name, call.settings, self._operands(call))
+        copies = call.name in (*SAME, "_to_copy") and call.tensors
+        first = self.elements.window(call.tensors[0]) if copies else None
+        return _About(number, constant, None if first is None else first.copy())
 
-    def _number(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        number: int,
-        constant: bool,
-        head: Hashes | None,
-    ) -> None:
-        written = declared(func, args, kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        storages = {storage_key(t) for t in tensors}
-        fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        fresh = [t for t in fresh if storage_key(t) not in storages]
-        name = operation(func)
-        same = name in SAME or (name == "_to_copy" and fresh and fresh[0].dtype == tensors[0].dtype)
-        for i, t in enumerate([*fresh, *written]):
-            if constant and torch.Tag.nondeterministic_seeded not in func.tags:
-                self.constant.discard(storage_key(t))
-                self.by_value(t)
-                continue
-            self.constant.discard(storage_key(t))
-            if name == "copy" and len(tensors) > 1:
-                source = self.window(tensors[1])
+    def _operands(self, call: Call) -> tuple[Any, ...]:
+        plain, digest = call.is_plain, self.elements.digest
+        found: list[Any] = [
+            digest(t) if plain else (digest(t), tuple(t.shape)) for t in call.operands
+        ]
+        return tuple(sorted(found, key=str) if call.commutes else found)
+
+    def _number(self, call: Call, result: Any, about: _About) -> None:
+        """Number what a call has made, and what it has written to."""
+        storages = {storage_key(t) for t in call.tensors}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        fresh = [t for t in made if storage_key(t) not in storages]
+        to_same = call.name == "_to_copy" and fresh and fresh[0].dtype == call.tensors[0].dtype
+        for i, t in enumerate([*fresh, *call.written]):
+            self.elements.constant.discard(storage_key(t))
+            if about.constant and not call.is_random:
+                self.elements.by_value(t)
+            elif call.name == "copy" and len(call.tensors) > 1:
+                source = self.elements.window(call.tensors[1])
                 assert source is not None
-                self.put(t, np.broadcast_to(source, t.shape))
-            elif same and head is not None:
-                self.put(t, head)
+                self.elements.put(t, np.broadcast_to(source, t.shape))
+            elif (call.name in SAME or to_same) and about.first is not None:
+                self.elements.put(t, about.first)
             else:
-                self.fill(t, _hash(number, i))
+                self.elements.fill(t, _hash(about.number, i))
 
     # ---------------------------------------------------------------- weights
+    def _use_weights(self, call: Call) -> None:
+        """Number the weights of which nothing was known by this use, after all else in it."""
+        known = [t for t in call.tensors if not self._is_new(t)]
+        kind = _hash(call.name, call.settings, tuple(map(self.elements.digest, known)))
+        for i, t in enumerate(() if call.is_view else call.tensors):
+            if self._is_new(t) and call.reads(t):
+                # of one call, the first weight says which others it comes with
+                place = 0 if call.commutes else i
+                kind = self._first_use(t, _hash(kind, place, tuple(t.shape)))
+
     def _is_new(self, t: Tensor) -> bool:
         """Whether a tensor is a weight, or a part of one, that was not used yet."""
-        if storage_key(t) not in self.owners or storage_key(t) in self.constant:
+        if storage_key(t) not in self.owners or self.elements.is_constant(t):
             return False
-        window = self.window(t)
+        window = self.elements.window(t)
         return window is not None and not window.any()
 
     def _first_use(self, t: Tensor, kind: int) -> int:
@@ -353,13 +251,14 @@ class _Mode(TorchDispatchMode):
             rank = next(r for r in itertools.count(1) if r not in taken | {*given.values()})
         taken.add(rank)
         number = _hash(kind, rank)
-        self.fill(t, number)
+        self.elements.fill(t, number)
         self.numbers.uses.append(Use(name, window, number, len(self.numbers.gives), kind, rank))
         return number
 
-    def _note_eps(self, name: str, given: Mapping[str, Any]) -> None:
+    def _note_eps(self, call: Call) -> None:
+        given = call.given
         variance = given.get("running_var")
-        if "batch_norm" in name and isinstance(variance, Tensor):
+        if "batch_norm" in call.name and isinstance(variance, Tensor):
             weight = given.get("weight")
             eps = float(given.get("eps", given.get("epsilon", 0.0)))
             owner = self.owners.get(storage_key(variance))
@@ -370,9 +269,3 @@ class _Mode(TorchDispatchMode):
 
 def _hash(*parts: Any) -> int:
     return int(hash64(hash(parts))) >> 1
-
-
-def _blank(t: Tensor) -> _Numbered:
-    storage = t.untyped_storage()
-    count = storage.nbytes() // t.itemsize
-    return _Numbered(StorageWeakRef(storage), t.itemsize, np.zeros(count, np.uint64))
