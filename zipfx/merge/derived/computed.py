@@ -189,7 +189,7 @@ def find_computed(
 ) -> dict[str, Computed]:
     """Of a merge of folded models, the tensors that the models compute, by name.
 
-    homes: of the merge, see `rewrite.homes`.
+    homes: of the merge, see `module.homes`.
     """
     found = {}
     for prefix, members in homes.items():
