@@ -3,8 +3,8 @@
 A refit stops before each layer of a graph, to see what it reads. `nn.MultiheadAttention` is one
 node with four projections in it, and `F.linear(x, weight)` is none that knows its weight. Here such
 nodes become several, or a module, on the same memory: what is written there is written to the
-model. A function that hands weights on to `F.linear` becomes pieces (`inner_linears`), with those layers
-between them.
+model. A function that hands weights on to `F.linear` becomes pieces (`inner_linears`), with those
+layers between them.
 """
 
 from __future__ import annotations
