@@ -20,8 +20,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#([\w-]+))?\)")
 #: a Python file in backquotes, such as `match/spaces.py`
 FILE = re.compile(r"`([\w/]+\.py)`")
-#: files that begin with their names
-NAMED = [*PACKAGE.glob("*.py"), *PACKAGE.glob("match/**/*.py"), *PACKAGE.glob("report/**/*.py")]
+#: rooms whose files begin with their names
+NAMING = ("match", "merge", "repair", "report")
+NAMED = [
+    *PACKAGE.glob("*.py"),
+    *(file for room in NAMING for file in sorted(PACKAGE.glob(f"{room}/**/*.py"))),
+]
 
 
 def text_of(page: Path) -> str:
