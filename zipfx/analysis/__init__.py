@@ -8,7 +8,7 @@ Gives an `Analysis`: the `SpaceMap`, and the facts of every node.
 from zipfx.analysis.analysis import Analysis, analyze, analyze_trunk, run_analysis
 from zipfx.analysis.grouping.grouping import Grouping
 from zipfx.analysis.labels.facts import Facts, NodeFacts
-from zipfx.analysis.labels.inside import Tap
+from zipfx.analysis.labels.inside import Probe
 from zipfx.analysis.labels.labels import Kind, overlapping
 from zipfx.analysis.rules.register import register_rule
 from zipfx.analysis.spaces.reorder import by_rows, mix, select
@@ -25,10 +25,10 @@ __all__ = [
     "NodeInfo",
     "Pinned",
     "Place",
+    "Probe",
     "Role",
     "Space",
     "SpaceMap",
-    "Tap",
     "analyze",
     "analyze_trunk",
     "by_rows",

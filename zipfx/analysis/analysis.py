@@ -1,4 +1,4 @@
-"""Analyze: trace, interpret, group, verify; the feature spaces of a model."""
+"""Analysis: trace, interpret, group, verify; the feature spaces of a model."""
 
 from __future__ import annotations
 

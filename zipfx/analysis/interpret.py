@@ -1,4 +1,4 @@
-"""The label interpretation: run the traced graph once and write down which feature is where.
+"""Interpret: run the traced graph once and write down which feature is where.
 
 An `fx.Interpreter` walks the graph node by node; below it a `TorchDispatchMode` sees every aten
 call and computes the labels of its results.  The outcome is a frozen `Facts`, from which every
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,15 +19,16 @@ from torch.utils._pytree import tree_leaves
 from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.facts import Facts, Heard, NodeFacts
 from zipfx.analysis.labels.inside import Address, OwnedTensors, meetings
-from zipfx.analysis.labels.labels import Kind, Labels, by_value, positions, support, trimmed, vector
-from zipfx.analysis.labels.storages import Shadows
+from zipfx.analysis.labels.labels import Kind, Labels, by_value, positions, trimmed
+from zipfx.analysis.labels.storages import StorageLabels
 from zipfx.analysis.rows import Origins, Rows
 from zipfx.analysis.rules.algebra import paired
-from zipfx.analysis.rules.call import RULES, Call, functional, made_of_others, opaque, rule_of
-from zipfx.analysis.rules.movement import IDENTITY, MOVEMENT, UNIFORM, movement
-from zipfx.analysis.rules.pointwise import ALSO_POINTWISE, join, pointwise
-from zipfx.analysis.rules.register import TAUGHT, taught
+from zipfx.analysis.rules.call import RULES, Call, aten, made_of_others, opaque, rule_of
+from zipfx.analysis.rules.movement import IDENTITY
+from zipfx.analysis.rules.pointwise import join
+from zipfx.analysis.rules.register import TAUGHT
 from zipfx.analysis.starts import Starts, further
+from zipfx.analysis.transfer import transfer
 from zipfx.errors import ZipError
 from zipfx.model.copies import alias
 from zipfx.model.memory import partners, storage_key
@@ -45,18 +45,14 @@ from zipfx.modes import as_caller, as_library
 from zipfx.trace import record_of
 from zipfx.trace.nodes import spot
 
-aten = torch.ops.aten
-_COPY = {aten.copy_.default}
-_FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 _NORMS = {op for op, function in RULES.items() if function is RULES[aten.native_batch_norm.default]}
-_INDEXED = ("index", "index_select", "gather", "_unsafe_index", "take_along_dim")
 
 
 class _Mode(TorchDispatchMode):
     def __init__(self, constraints: Constraints) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.constraints = constraints
-        self.shadows = Shadows()
+        self.storages = StorageLabels()
         self.origins = Origins()
         self.starts = Starts(constraints, self.of)
         self.notes: list[str] = []
@@ -71,17 +67,17 @@ class _Mode(TorchDispatchMode):
 
     def _use(self, t: Tensor) -> None:
         """Pin what must not be exchanged once this tensor is used (the index of a feature)."""
-        labels = self.shadows.get(t)
+        labels = self.storages.get(t)
         if labels is not None and labels.pending:
             self.constraints.pin(labels.pending, "the index of a feature is used")
 
     def of(self, t: Tensor) -> Labels:
-        labels = self.shadows.get(t)
-        if labels is None and t.is_complex() and (pairs := self.shadows.get(as_real(t))):
+        labels = self.storages.get(t)
+        if labels is None and t.is_complex() and (pairs := self.storages.get(as_real(t))):
             labels = paired(self.constraints, pairs)
-            self.shadows.tell(t, labels)
+            self.storages.tell(t, labels)
         if labels is None:
-            base = self.shadows.base(t)
+            base = self.storages.base(t)
             if base is not None:
                 self.constraints.pin(base.features, "seen through another dtype")
             shape = tuple(t.shape)
@@ -112,31 +108,29 @@ class _Mode(TorchDispatchMode):
         func, result, operands = call.op, call.result, call.tensors()
         for t in operands:
             self._use(t)
-        storages = {storage_key(t) for t in operands}
+        known = {storage_key(t) for t in operands}
         fresh = [
-            t
-            for t in tree_leaves(result)
-            if isinstance(t, Tensor) and storage_key(t) not in storages
+            t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_key(t) not in known
         ]
         if func in IDENTITY and not fresh:  # lift_fresh: a constant written in the source
             for t in operands:
-                if not self.shadows.knows(t):
-                    self.shadows.put(t, by_value(t), self.constraints.node)
+                if not self.storages.knows(t):
+                    self.storages.put(t, by_value(t), self.constraints.node)
         if not fresh and not written:
             if not any(isinstance(t, Tensor) for t in tree_leaves(result)):
                 opaque(call)  # a number leaves for Python, where labels can not follow
             return result  # else a view: the same storage
         targets = [*fresh, *written]  # both: rrelu_with_noise writes what it drew
         before = len(self.constraints.contractions)
-        for t, labels in zip(targets, self._labels(call, operands, targets), strict=False):
+        for t, labels in zip(targets, transfer(call, operands, targets), strict=False):
             self.constraints.mark_alive(labels)
             self.origins.tell(t, rows)
             if any(t is other for other in written):
-                owner = self.shadows.owner(t)
+                owner = self.storages.owner(t)
                 self.writes.update(() if owner is None else (owner,))
-                self.shadows.write(t, labels, self.constraints.node)
+                self.storages.write(t, labels, self.constraints.node)
             else:
-                self.shadows.put(t, labels, self.constraints.node)
+                self.storages.put(t, labels, self.constraints.node)
         self.starts.see(call, targets[0], self.constraints.contractions[before:])
         for meeting in meetings(func, operands) if fresh else ():
             key = self.weights.key(meeting.weight)
@@ -151,54 +145,8 @@ class _Mode(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def _hear(self, address: Address, labels: Labels, axis: int, chosen: bool) -> None:
-        ndim = len(labels.shape)
-        along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
-        ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
-        others = {d - ndim for s in labels.features for d in support(s)} - {axis}
-        data = labels.kind == Kind.DATA
-        heard = Heard(address, axis, ids, tuple(sorted(others)), data, chosen)
-        self.inner[address, axis, ids.tobytes(), heard.blurred, heard.data] = heard
-
-    def _labels(
-        self, call: Call, operands: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> Sequence[Labels]:
-        op = call.op
-        kind = max((self.of(t).kind for t in operands), default=Kind.CONSTANT)
-        if op in _FILL or op in UNIFORM or kind == Kind.CONSTANT:
-            if torch.Tag.nondeterministic_seeded in op.tags:
-                return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
-            if "empty" in str(op):
-                return [Labels(tuple(t.shape), kind=Kind.CONSTANT) for t in targets]
-            return [by_value(t) for t in targets]
-        if op in TAUGHT:
-            return taught(call, targets)
-        if op in _COPY:
-            return [join(self.constraints, [self.of(operands[1])], tuple(targets[0].shape))]
-        if op in IDENTITY:
-            return [self.of(operands[0])]
-        if rule_of(op) is None and op not in ALSO_POINTWISE:
-            op = functional(op)  # what it gives, this one writes
-            call = replace(call, op=op)
-        if op in MOVEMENT and self._steady(call):
-            return [movement(call)]
-        for i, t in enumerate(operands):
-            self.constraints.event(self.of(t).features, i)
-        own = rule_of(op)
-        if own is not None:
-            found = own(call)
-            return found if isinstance(found, tuple) else (found,)
-        if torch.Tag.pointwise in op.tags or op in ALSO_POINTWISE:
-            return [pointwise(call)] * len(targets)
-        opaque(call)
-        return [Labels(tuple(t.shape), (), positions(tuple(t.shape))) for t in targets]
-
-    def _steady(self, call: Call) -> bool:
-        """Indices that come from constants alone say the same for every input."""
-        name = str(call.op).split(".")[1]
-        if name not in _INDEXED:
-            return True
-        indices = tree_leaves((call.arg("indices"), call.arg("index")))
-        return all(self.of(i).kind != Kind.DATA for i in indices if isinstance(i, Tensor))
+        heard = Heard.of(address, labels, axis, chosen)
+        self.inner[address, axis, heard.labels.tobytes(), heard.blurred, heard.data] = heard
 
 
 class _Interpreter(fx.Interpreter):
@@ -225,7 +173,7 @@ class _Interpreter(fx.Interpreter):
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         if n.op == "placeholder":
             for t in tensors:
-                mode.shadows.put(
+                mode.storages.put(
                     t, Labels(tuple(t.shape), (), positions(tuple(t.shape))), constraints.node
                 )
         fact = self._learn(
@@ -242,7 +190,7 @@ class _Interpreter(fx.Interpreter):
     def _learn(self, value: Any, writes: frozenset[int], traits: Iterable[str]) -> NodeFacts:
         tensors = [t for t in leaves(value) if isinstance(t, Tensor)]
         labels = tuple(replace(trimmed(self.mode.of(t)), fixed=()) for t in tensors)
-        owners = (self.mode.shadows.owner(t) for t in tensors)
+        owners = (self.mode.storages.owner(t) for t in tensors)
         return NodeFacts(
             labels,
             max((lab.kind for lab in labels), default=None),
@@ -274,13 +222,13 @@ def interpret(module: fx.GraphModule, inputs: Sequence[Any]) -> Facts:
     mode = _Mode(constraints)
     given, constants = named_tensors(module), constant_names(module)
     twin = alias(module, {id(t): t.detach().clone() for t in _tied(given)})
-    shared = Shadows()
+    shared = StorageLabels()
     with torch.no_grad():
         named = named_tensors(twin)
         for i, (name, t) in enumerate(named.items()):
             learned = inexact(t) and name not in constants
             labels = constraints.parameter(name, t) if learned else by_value(t)
-            mode.shadows.put(t, labels, -1 - i)
+            mode.storages.put(t, labels, -1 - i)
             mode.origins.tell(t, Rows.LEARNED if learned else Rows.GIVEN)
             seen = shared.get(given[name])  # through another tensor, which has elements of this one
             both = join(constraints, [seen, labels], labels.shape) if learned and seen else labels

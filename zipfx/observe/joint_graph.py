@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from zipfx.analysis import Space, Tap
+from zipfx.analysis import Probe, Space
 from zipfx.errors import ZipError, first_line
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, GraphModule
@@ -40,7 +40,7 @@ def joint_graph(
     own = [alias(m).eval() for m in modules]  # what forwards keep in attributes stays there
     root.models = nn.ModuleList(own)
     root.observers = nn.ModuleDict({n: o for group in observers.values() for n, o in group})
-    root.taps = nn.ModuleDict()
+    root.probes = nn.ModuleDict()
     graph = fx.Graph()
     seen: list[dict[fx.Node, fx.Node]] = [{} for _ in modules]
     joint: dict[str, tuple[fx.Node, ...]] = {}
@@ -65,8 +65,8 @@ def joint_graph(
                 copy.target = f"models.{k}.{node_k.target}"
             if addresses:
                 where = f"model {k}: {describe(node_k)}"
-                root.taps[f"{i}_{k}"] = Tap(own[k], node_k.op, node_k.target, addresses, where)
-                copy.op, copy.target = "call_module", f"taps.{i}_{k}"
+                root.probes[f"{i}_{k}"] = Probe(own[k], node_k.op, node_k.target, addresses, where)
+                copy.op, copy.target = "call_module", f"probes.{i}_{k}"
                 heard.append(graph.call_function(getitem, (copy, 1)))
                 copy = graph.call_function(getitem, (copy, 0))
             mine[node_k] = copy

@@ -62,7 +62,7 @@ class Observer(nn.Module):
         return found
 
     def forward(self, *features: Any) -> None:
-        """Read the K models' activations at this place (of a place inside a node: what a `Tap`
+        """Read the K models' activations at this place (of a place inside a node: what a `Probe`
         has heard in each model)."""
         several = [[f] if self.inner is None else f[self.inner] for f in features]
         if inexact(several[0][0]):

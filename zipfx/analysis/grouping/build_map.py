@@ -1,4 +1,4 @@
-"""Map the spaces of a grouping: their axes, their places in the graph, and what is pinned."""
+"""Build map: the spaces of a grouping as values: axes, places in the graph, what is pinned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Group labels into feature spaces: features are exchangeable when they occur in the same axes in
-the same way, inside blocks that are themselves exchangeable.
+"""Classes: labels grouped into feature spaces.
+
+Features are exchangeable when they occur in the same axes in the same way, inside blocks that are
+themselves exchangeable.
 
 A component of labels that are tied by edges is one feature, or one block (`occurrences`). Its
 colour hashes the axes it lies on and every coordinate it has met; `find_blocks` finds from colours

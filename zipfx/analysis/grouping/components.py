@@ -1,4 +1,4 @@
-"""Occurrences: which features labels are, and the order of the labels of a feature on one axis.
+"""Components: which features labels are, and the order of the labels of a feature on one axis.
 
 Unions of labels are edges, components come from scipy; each component is one feature, or one block.
 It may lie on an axis several times: features that `y.flip(1) + y` ties do so twice.

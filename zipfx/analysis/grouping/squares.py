@@ -1,4 +1,4 @@
-"""Twofold: vertices that lie in two blocks of one class, as the entries of a square matrix do.
+"""Squares: vertices that lie in two blocks of one class, as the entries of a square matrix do.
 
 Entry (i, j) of a matrix whose rows and columns are the same features lies in block i as a row and
 in block j as a column.  Both may be followed at once if the matrix is whole: a permutation of the

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.inside import Address
-from zipfx.analysis.labels.labels import Kind, Labels
+from zipfx.analysis.labels.labels import Kind, Labels, support, vector
 from zipfx.hashing import Ints
 
 
@@ -24,6 +26,16 @@ class Heard:
     blurred: tuple[int, ...]
     data: bool
     chosen: bool = False
+
+    @staticmethod
+    def of(address: Address, labels: Labels, axis: int, chosen: bool) -> Heard:
+        """Of the labels of what was met; none are known where the axis has several slots."""
+        ndim = len(labels.shape)
+        along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
+        ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
+        others = {d - ndim for s in labels.features for d in support(s)} - {axis}
+        data = labels.kind == Kind.DATA
+        return Heard(address, axis, ids, tuple(sorted(others)), data, chosen)
 
 
 @dataclass(frozen=True)

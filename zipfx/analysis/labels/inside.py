@@ -1,4 +1,4 @@
-"""Tap: see what weights read and make inside one node of the traced graph.
+"""Inside: see what weights read and make inside one node of the traced graph.
 
 A leaf module (nn.LSTM, nn.TransformerEncoder) or a wrapped function is one node, whose result need
 not carry the features that live inside it.  They are met at the aten calls: an *address* says "what
@@ -109,7 +109,7 @@ def _product(op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Tens
     return result - kwargs.get("beta", 1) * args[0] if added else result.clone()
 
 
-class Tap(nn.Module):
+class Probe(nn.Module):
     """One node of one model: returns its result, and what was heard at every address.
 
     Args:

@@ -1,4 +1,4 @@
-"""Shadows: the labels of every storage, so that views and in-place writes need no rules.
+"""Storages: the labels of every storage, so that views and in-place writes need no rules.
 
 A view is the same storage seen through another (size, stride, offset); its labels are the same
 window into the labels of the storage.  Labels are kept compact for the geometry in which a storage
@@ -54,7 +54,7 @@ def _covers(t: Tensor) -> bool:
     return t.numel() * t.itemsize == t.untyped_storage().nbytes()
 
 
-class Shadows:
+class StorageLabels:
     """The labels of all live storages."""
 
     def __init__(self) -> None:

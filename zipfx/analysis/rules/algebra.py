@@ -1,4 +1,4 @@
-"""Linear algebra: inverses, solutions, and factors of matrices, the last two axes of a tensor.
+"""Algebra: inverses, solutions, and factors of matrices, the last two axes of a tensor.
 
 What lies on other axes is a batch. An inverse follows every order of rows and columns; factors come
 in an order of their own.

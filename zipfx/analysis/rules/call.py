@@ -1,4 +1,4 @@
-"""One aten call as rules see it, and the table of rules."""
+"""Call: one aten call as rules see it, and the table of rules."""
 
 from __future__ import annotations
 

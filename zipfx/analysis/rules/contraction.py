@@ -1,4 +1,4 @@
-"""Contractions: sums of products over an axis, which read one feature space and make another."""
+"""Contraction: sums of products over an axis, which read one feature space and make another."""
 
 from __future__ import annotations
 

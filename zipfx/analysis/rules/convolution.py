@@ -1,4 +1,4 @@
-"""Convolutions and poolings: channels are features, pixels are positions."""
+"""Convolution, and pooling: channels are features, pixels are positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data movement: the operation itself, run on the slots; no rule per operation.
+"""Movement of data: the operation itself, run on the slots; no rule per operation.
 
 Where data chooses what is moved, that pins the axis on which it chooses; the others are as before.
 """

@@ -1,4 +1,4 @@
-"""Pointwise operations: broadcast, unify the features that meet, colour them by what else meets."""
+"""Pointwise: broadcast, unify the features that meet, colour them by what else meets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: cells on CUDA, where the gates of one step are a single operation, and packing.
+"""Recurrent: cells on CUDA, where the gates of one step are a single operation, and packing.
 
 On the CPU cells are pointwise operations, which need no rule; nor does a loop over packed steps, or
 unpacking them, which are slices and copies.

@@ -1,4 +1,4 @@
-"""Norms, softmax and reductions: what takes the features of an axis together.
+"""Reductions, norms and softmax: what takes the features of an axis together.
 
 Taken together over a whole axis, features stay exchangeable; over a part of it they become blocks.
 """

@@ -1,4 +1,4 @@
-"""Teach the analysis an operation it does not know."""
+"""Register: teach the analysis an operation it does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Draw a directed graph of coloured boxes, top down: with graphviz if it is there, else matplotlib.
+"""Picture: a directed graph of coloured boxes, top down; by graphviz if there is one, else
+matplotlib.
 
 The layout for matplotlib is the layered one of Sugiyama, Tagawa and Toda (1981): ranks by longest
 path, edges that span several ranks led through them, barycentre sweeps. Lengths are in inches.

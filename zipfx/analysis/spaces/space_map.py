@@ -1,4 +1,4 @@
-"""Values: axes, feature spaces, and the map of all spaces of a model."""
+"""Space map: all feature spaces of a model, as tables and in a picture."""
 
 from __future__ import annotations
 
