@@ -20,7 +20,7 @@ from benchmarks import checkpoints, harness, matchers, plots, tables
 from benchmarks.document import Document
 from benchmarks.harness import Bench, Method, Result
 from zipfx.match.matchers.protocol import UNMERGES
-from zipfx.observe.statistics import SIMILARITIES
+from zipfx.observe.similarity import SIMILARITIES
 
 ALPHAS = (0.0001, 0.1, 0.3, 0.5, 0.7, 1)
 BETAS = (0, 0.2, 0.4, 0.6, 0.8, 1)

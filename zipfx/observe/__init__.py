@@ -10,7 +10,8 @@ from zipfx.observe.examples import example_arguments, example_batch, first_call,
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.moments import Moments, pooled
 from zipfx.observe.observer import combine
-from zipfx.observe.statistics import SIMILARITIES, Similarity, Statistics
+from zipfx.observe.similarity import SIMILARITIES, Similarity
+from zipfx.observe.statistics import Statistics
 
 __all__ = [
     "PLACES",

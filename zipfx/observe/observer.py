@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from zipfx.analysis import Place
 from zipfx.model.tensors import inexact
 from zipfx.observe.moments import Moments
-from zipfx.observe.statistics import Similarity, Statistics
+from zipfx.observe.similarity import Similarity
+from zipfx.observe.statistics import Statistics
 
 
 class Observer(nn.Module):

@@ -1,22 +1,17 @@
-"""Second-order statistics of one feature space, and the similarity that matching works on."""
+"""Statistics: the second-order statistics of one feature space, which matching works on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from zipfx.errors import ZipError
+from zipfx.observe.similarity import Similarity, correlations, cosines, similarities
 from zipfx.values import ByValue
 
-Similarity = Literal["correlation", "covariance", "cosine"]
-SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
-
-_ROWS = 1024  # taken at a time, so that no further N x N matrix is needed
 _STILL = 1e-10  # of the largest mean: what varies by less carries nothing
-_TIE = 1e-6  # what a difference of means may cost at most
 _ASYMMETRY = 1e-6  # accepted, relative to the largest entry: what float32 sums leave behind
 
 
@@ -91,22 +86,8 @@ class Statistics(ByValue):
                     f"{broken} of {values.numel()} entries of the {name} are not finite: "
                     "look for inf or nan in the activations of the calibration data"
                 )
-        if not sum(self.sizes):
-            return
-        variance = self.covariance.diagonal()
-        if variance.min() < 0:
-            raise ZipError(
-                f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
-                f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
-            )
-        gap = float((self.covariance - self.covariance.T).abs().max())
-        largest = float(self.covariance.abs().max())
-        if gap > _ASYMMETRY * largest:
-            raise ZipError(
-                f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
-                f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
-                f"{_ASYMMETRY:g} is accepted)"
-            )
+        if sum(self.sizes):
+            _check_covariance(self.covariance)
 
     def select(self, index: Tensor, sizes: tuple[int, ...]) -> Statistics:
         """The statistics of some of the features, index (n,) int64, in this order.
@@ -146,31 +127,19 @@ class Statistics(ByValue):
 
         Rows and columns of constant features are 0 off the diagonal.
         """
-        std = torch.where(self.constant, torch.inf, self.covariance.diagonal().sqrt())
-        return self._scaled(std).clamp_(-1, 1).fill_diagonal_(1)
+        return correlations(self.mean, self.covariance, self.constant)
 
     def cosine(self) -> Tensor:
         """(N, N) float64 in [-1, 1]: cosines of the features as vectors over all samples, means
         included; exactly symmetric, diagonal 1, never nan. 0 off the diagonal where a feature is
         always 0."""
-        length = torch.hypot(self.covariance.diagonal().sqrt(), self.mean)
-        length = torch.where(length == 0, torch.inf, length)
-        result = self._scaled(length)
-        return result.addr_(*[self.mean / length] * 2).clamp_(-1, 1).fill_diagonal_(1)
+        return cosines(self.mean, self.covariance, self.constant)
 
     def second_moment(self) -> Tensor:
         """(N, N) float64: the mean products of any two features, means included."""
         if self.moment is not None:
             return self.moment
         return torch.addr(self.covariance, self.mean, self.mean)
-
-    def _scaled(self, size: Tensor) -> Tensor:
-        """The covariance over the outer product of `size`, exactly symmetric; a new tensor."""
-        result = (self.covariance / 2).add_(self.covariance.T, alpha=0.5)
-        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
-            # One division by the outer product: its rounding is the same in (i, j) and (j, i).
-            result[rows] /= torch.outer(size[rows], size)
-        return result
 
     def similarity(self, kind: Similarity = "correlation") -> Tensor:
         """(N, N) float64 in [-3, 1]: how well one feature can stand for another; never nan.
@@ -191,26 +160,22 @@ class Statistics(ByValue):
                 [-2.5000,  1.0000,  0.5000],
                 [-2.7500,  0.5000,  1.0000]], dtype=torch.float64)
         """
-        if kind == "covariance":
-            variance = self.covariance.diagonal()
-            largest = variance.max().sqrt() if variance.any() else torch.ones(()).to(variance)
-            result = self._scaled(largest.expand(len(variance))).clamp_(-1, 1).fill_diagonal_(1)
-        else:
-            result = self.correlation() if kind == "correlation" else self.cosine()
-        size = self.mean.abs().clamp(min=torch.finfo(torch.float64).tiny)
-        for rows in torch.arange(len(size), device=size.device).split(_ROWS):
-            apart = (self.mean[rows, None] - self.mean).abs_()
-            result[rows] -= apart.div_(size[rows, None] / 2 + size / 2).mul_(_TIE / 2)
-        fixed = self.constant.nonzero().flatten()
-        moving = (~self.constant).nonzero().flatten()
-        if len(fixed):
-            half = self.mean[fixed] / 2  # halves: neither sums nor differences can overflow
-            size = half.abs()
-            distance = (half[:, None] - half).abs_()
-            total = (size[:, None] + size).clamp_(min=torch.finfo(torch.float64).tiny)
-            result[fixed[:, None], fixed] = distance.div_(total).neg_().add_(1)
-            apart = (self.mean[fixed, None] - self.mean[moving]).abs_()
-            mixed = (1 + apart).reciprocal_().sub_(3)
-            result[fixed[:, None], moving] = mixed
-            result[moving[:, None], fixed] = mixed.T
-        return result
+        return similarities(kind, self.mean, self.covariance, self.constant)
+
+
+def _check_covariance(covariance: Tensor) -> None:
+    """Check that variances are not negative, and that the matrix is symmetric."""
+    variance = covariance.diagonal()
+    if variance.min() < 0:
+        raise ZipError(
+            f"the covariance has a negative diagonal, {float(variance.min()):.6g} at feature "
+            f"{int(variance.argmin())}: a variance cannot be below 0; accumulate more precisely"
+        )
+    gap = float((covariance - covariance.T).abs().max())
+    largest = float(covariance.abs().max())
+    if gap > _ASYMMETRY * largest:
+        raise ZipError(
+            f"the covariance is not symmetric: it differs from its transpose by {gap:.6g} at "
+            f"entries up to {largest:.6g} (relative {gap / largest:.2g}, at most "
+            f"{_ASYMMETRY:g} is accepted)"
+        )
