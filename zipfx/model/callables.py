@@ -1,4 +1,4 @@
-"""Programs: what a callable computes, as a digest that tells it from others of the same name.
+"""Callables: what one computes, as a digest that tells it from others of the same name.
 
 Of a function: its bytecode, constants, defaults, what it keeps from where it was defined, and the
 constants and functions among the globals that it reads; of an object also its class and its fields.

@@ -1,7 +1,8 @@
-"""Hidden: what a module holds that is neither a parameter, nor a buffer, nor a plain setting.
+"""Contents: what a module holds that is neither a parameter, nor a buffer, nor a plain setting.
 
 Weights that torch does not see can be neither matched nor averaged.  They are refused by name; what
-else a module holds is described as text, so that it can be compared.
+else a module holds is described as text, so that it can be compared.  Models are checked for that,
+and for their devices and dtypes, before anything is made of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs: graph modules in which the modules and tensors of a model keep any name that they have.
+"""Graph module: one in which the modules and tensors of a model keep any name that they have.
 
 `torch.fx` uses some names of a graph module itself (`graph`, `code`, `meta`, ...), and so can not
 have a module, parameter or buffer of such a name at its root. Here those are registered as all

@@ -1,7 +1,9 @@
-"""Untouched: run a model on its own weights, and leave them as they were.
+"""Running: run a model so that nothing of it changes, and all that it computes can be seen.
 
 Forward may write to its parameters and buffers.  Copying them all beforehand would double the
-memory; here a tensor is copied when it is about to be written to, and restored at the end.
+memory; here a tensor is copied when it is about to be written to, and restored at the end
+(`untouched`).  For a time a model can be in eval mode, without the fused paths inside which no aten
+call is seen, or in another dtype; what its nodes compute, and what it writes to, can be noted.
 """
 
 from __future__ import annotations

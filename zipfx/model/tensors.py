@@ -1,4 +1,4 @@
-"""Tensors: what is done with the tensors in a value, and with those of a module."""
+"""Tensors: those in a value, such as a batch or an output, and those of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose places: at which nodes of the graph a space is observed."""
+"""Choose places: at which nodes of the graph a space is observed, a choice for each name."""
 
 from __future__ import annotations
 

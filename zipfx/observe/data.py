@@ -1,4 +1,4 @@
-"""Calibrate: turn what the caller calls data into forward's arguments, batch by batch."""
+"""Data: what the caller gives as such becomes forward's arguments, batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples: what a model is analysed with."""
+"""Examples: what a model is analysed with: what the caller gives, some data, or a guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe: run the K trunks side by side and accumulate one covariance per space.
+"""Joint graph: run the K trunks side by side and accumulate one covariance per space.
 
 The joint graph is interleaved node by node: a place is observed as soon as all K models have
 computed it, so that an activation dies as early as in its own model.

@@ -1,4 +1,4 @@
-"""Observer: moments of the features at the places of a space, and what becomes of them."""
+"""Observer: moments of the features at one place of a space, and several places as one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 
 from zipfx.model.calls import Argument
-from zipfx.trace.known import Call, Evaluation, Known, Questions
+from zipfx.trace.known import Evaluation, Known, NodeCall, Questions
 from zipfx.trace.nodes import is_in_place
 from zipfx.trace.symbolic import Tracer
 
@@ -225,7 +225,7 @@ class ExampleTracer(Tracer):
                 return a.known.value
             return a
 
-        call = Call(kind, target, *map_aggregate((args, kwargs), value_of))
+        call = NodeCall(kind, target, *map_aggregate((args, kwargs), value_of))
         known = self.evaluation.known(self.root, call, [proxy.known for proxy in used])
         if used and is_in_place(target) and known.given:
             used[0].known = replace(used[0].known, given=True)

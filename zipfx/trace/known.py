@@ -46,7 +46,7 @@ class Known:
     about: str
 
 
-class Call(NamedTuple):
+class NodeCall(NamedTuple):
     """What a node does, with values where the node has other nodes."""
 
     kind: str
@@ -86,7 +86,7 @@ class Evaluation:
         self.runs = False
         self._left = list(inputs)  # one for each placeholder to come
 
-    def known(self, root: nn.Module, call: Call, used: Sequence[Known]) -> Known:
+    def known(self, root: nn.Module, call: NodeCall, used: Sequence[Known]) -> Known:
         """Carry out a call; used: what is known of the nodes that it reads."""
         watch = _Watch()
         self.runs = True
@@ -105,7 +105,7 @@ class Evaluation:
         """Where tensors are made that are made of numbers."""
         return torch.device("meta") if self.shapes_only else nullcontext()
 
-    def _run(self, root: nn.Module, call: Call) -> Any:
+    def _run(self, root: nn.Module, call: NodeCall) -> Any:
         kind, target, args, kwargs = call
         if kind == "placeholder":
             return self._left.pop(0) if self._left else args[0]
@@ -118,7 +118,7 @@ class Evaluation:
         return target(*args, **kwargs)
 
 
-def _about(call: Call, number: bool, given: bool, used: Sequence[Known]) -> str:
+def _about(call: NodeCall, number: bool, given: bool, used: Sequence[Known]) -> str:
     """What a branch on the result is a branch on; number: whether there is no tensor in it."""
     if number and call.kind == "placeholder":
         return f"argument {call.target!r}"

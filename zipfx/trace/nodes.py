@@ -1,4 +1,7 @@
-"""Nodes: what is asked about the nodes of a traced graph."""
+"""Nodes: what is asked about the nodes of a traced graph.
+
+How messages name them, which module they lie in, which tensors are theirs, and what they depend on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracers: how forward becomes nodes, symbolically; `example` has one that knows values."""
+"""Symbolic: a tracer that knows no values, as in `torch.fx`; `by_example` has one that does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: a model becomes a `torch.fx.GraphModule` that keeps its module names.
+"""Tracing: a model becomes a `torch.fx.GraphModule` that keeps its module names.
 
 The model itself is never touched: tracing works on a structural copy that shares its parameters
 and owns its buffers, in eval mode, without the caller's hooks.

@@ -1,7 +1,7 @@
 """Adopt: a model in the graph and the modules of another one, with its own weights.
 
-What corresponds to what has been found (`numbering`, `alike`).  Here the weights are put where they
-belong, and whether that computes what the model computed is checked on the example inputs.
+What corresponds to what has been found (`numbering`, `likeness`).  Here the weights are put where
+they belong, and whether that computes what the model computed is checked on the example inputs.
 """
 
 from __future__ import annotations

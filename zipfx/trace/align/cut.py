@@ -1,4 +1,4 @@
-"""Cut: where the trunk ends and the heads begin."""
+"""Cut: where the trunk ends and the heads begin, going by the name of a module."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from zipfx.model.running import Guard, decomposed
 from zipfx.model.tensors import clone_tensors, constant_names, leaves, named_tensors
 from zipfx.modes import as_caller, as_library
 from zipfx.trace.align.elements import Elements, Value
-from zipfx.trace.align.spelling import SAME, Call
+from zipfx.trace.align.spelling import SAME, AtenCall
 
 Window = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
 #: by kind of a first use, the rank of each (name of a tensor, window into it)
@@ -179,14 +179,14 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with as_library():
-            call = Call.of(func, args, kwargs)
+            call = AtenCall.of(func, args, kwargs)
             about = self._about(call)
         result = func(*args, **kwargs)
         with as_library():
             self._number(call, result, about)
         return result
 
-    def _about(self, call: Call) -> _About:
+    def _about(self, call: AtenCall) -> _About:
         self._note_eps(call)
         constant = all(map(self.elements.is_constant, call.tensors))
         self._use_weights(call)
@@ -195,14 +195,14 @@ class _Mode(TorchDispatchMode):
         first = self.elements.window(call.tensors[0]) if copies else None
         return _About(number, constant, None if first is None else first.copy())
 
-    def _operands(self, call: Call) -> tuple[Any, ...]:
+    def _operands(self, call: AtenCall) -> tuple[Any, ...]:
         plain, digest = call.is_plain, self.elements.digest
         found: list[Any] = [
             digest(t) if plain else (digest(t), tuple(t.shape)) for t in call.operands
         ]
         return tuple(sorted(found, key=str) if call.commutes else found)
 
-    def _number(self, call: Call, result: Any, about: _About) -> None:
+    def _number(self, call: AtenCall, result: Any, about: _About) -> None:
         """Number what a call has made, and what it has written to."""
         storages = {storage_key(t) for t in call.tensors}
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -222,7 +222,7 @@ class _Mode(TorchDispatchMode):
                 self.elements.fill(t, _hash(about.number, i))
 
     # ---------------------------------------------------------------- weights
-    def _use_weights(self, call: Call) -> None:
+    def _use_weights(self, call: AtenCall) -> None:
         """Number the weights of which nothing was known by this use, after all else in it."""
         known = [t for t in call.tensors if not self._is_new(t)]
         kind = _hash(call.name, call.settings, tuple(map(self.elements.digest, known)))
@@ -255,7 +255,7 @@ class _Mode(TorchDispatchMode):
         self.numbers.uses.append(Use(name, window, number, len(self.numbers.gives), kind, rank))
         return number
 
-    def _note_eps(self, call: Call) -> None:
+    def _note_eps(self, call: AtenCall) -> None:
         given = call.given
         variance = given.get("running_var")
         if "batch_norm" in call.name and isinstance(variance, Tensor):

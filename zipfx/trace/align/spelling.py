@@ -36,7 +36,7 @@ _REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std", "prod", "logsumexp",
 
 
 @dataclass(frozen=True)
-class Call:
+class AtenCall:
     """An aten call.
 
     name: what it does, in place or not; given: its arguments by name, defaults included; tensors:
@@ -50,7 +50,7 @@ class Call:
     written: Sequence[Tensor]
 
     @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Call:
+    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any]) -> AtenCall:
         given = _given(func, args, kwargs)
         written = declared(func, args, dict(kwargs))
         return cls(func, _operation(func), given, _tensors(list(given.values())), written)
