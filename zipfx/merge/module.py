@@ -1,4 +1,4 @@
-"""Rewrite: build the merged GraphModule, with the model's own module tree and names.
+"""Module: build the merged GraphModule, with the model's own module tree and names.
 
 The trunk keeps model 0's names (`merged.layer1[0].conv1`); what follows the cut lies in
 `merged.task_heads[k]` under the names of model k.
