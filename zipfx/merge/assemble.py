@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zipfx.analysis import Analysis, Axis, Kind, Space, run_analysis
+from zipfx.analysis import Analysis, Axis, Space, run_analysis
 from zipfx.errors import ZipError
 from zipfx.match import Merge, Move, Pairs, plan
 from zipfx.merge.fuse import fuse, fuse_variance
-from zipfx.merge.graph import copy_head, copy_trunk
+from zipfx.merge.graph import copy_head, copy_trunk, needed_nodes
 from zipfx.merge.heads import HeadPlan, plan_head
 from zipfx.merge.module import MergedModule, Part, build, planted
 from zipfx.model.graph_module import plain
 from zipfx.model.tensors import constant_names, inexact, named_tensors
 from zipfx.trace import ValueOf, counterparts, record_of, same_graph
 from zipfx.trace.nodes import tensors_at
-
-_MADE = (Kind.WEIGHT, Kind.CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Assembly:
         """Trunk up to the cut, one head per model after it."""
         last = self.analysis.grouping.last
         source = self.modules[0]
-        trunk = self._trunk(list(source.graph.nodes)[: last + 1])
+        trunk = needed_nodes(list(source.graph.nodes)[: last + 1], self.analysis.facts)
         self._check_state()
         plans = self._head_plans()
         nodes = [list(module.graph.nodes) for module in self.modules]
@@ -95,31 +93,6 @@ class Assembly:
                 "module for partial="
             )
 
-    def _trunk(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """Without weights and constants that were made before the cut, but only for what comes
-        after it; of those that are needed, what writes to them in place is needed, too."""
-        facts = self.analysis.facts.until(len(nodes) - 1).nodes
-        at = {node: i for i, node in enumerate(nodes)}
-        writers: dict[int, list[int]] = {}
-        for i in range(len(nodes)):
-            for owner in facts[i].writes:
-                writers.setdefault(owner, []).append(i)
-
-        def idle(i: int) -> bool:
-            """Whether a node does nothing but make weights and constants."""
-            kinds = [facts[o].kind if o >= 0 else Kind.DATA for o in facts[i].writes]
-            return all(kind in _MADE for kind in kinds or [facts[i].kind])
-
-        stack = [i for i in range(len(nodes)) if not idle(i)]
-        needed = set(stack)
-        while stack:
-            for source in nodes[stack.pop()].all_input_nodes:
-                j = at[source]
-                new = {j, *(w for owner in facts[j].owners for w in writers.get(owner, ()))}
-                stack += new - needed
-                needed |= new
-        return [node for i, node in enumerate(nodes) if i in needed]
-
     def _trunk_value(self) -> ValueOf:
         analysis, modules = self.analysis, self.modules
         corresponding = counterparts(modules, analysis.grouping.last)
@@ -153,42 +126,47 @@ class Assembly:
         first = self.analysis
         plans = []
         for k, module in enumerate(self.modules):
-            by_index = {i: self.matched[s.name][0] for i, s in enumerate(first.spaces)}
             named = named_tensors(module).keys() == named_tensors(self.modules[0]).keys()
             if k == 0 or (named and same_graph(self.modules[0], module)):
-                found, facts = first.grouping, first.facts
+                mine, names = first, {i: s.name for i, s in enumerate(first.spaces)}
             else:  # a head, or names, of its own: its labels have their own numbers
                 mine = run_analysis(module, self.inputs, verify=False).cut(first.grouping.last)
-                facts = mine.facts
-                by_index = self._translate(mine)
-                found = mine.grouping
-            plans.append(plan_head(module, facts, found, by_index, k))
+                names = _corresponding_spaces(first, mine)
+            merges = {i: self.matched[name][0] for i, name in names.items()}
+            plans.append(plan_head(module, mine.facts, mine.grouping, merges, k))
         return plans
 
-    def _translate(self, other: Analysis) -> dict[int, Merge]:
-        """Matchings by the space indices of another model's analysis of the same trunk."""
-        last = self.analysis.grouping.last
-        names: dict[str, str] = {}
-        graphs = [list(a.module.graph.nodes)[: last + 1] for a in (self.analysis, other)]
-        for x, y in zip(*graphs, strict=True):
-            names[plain(str(x.target))] = plain(str(y.target))
-        found = {}
-        for space in self.analysis.spaces:
-            axis = space.axes[0]
-            base = next(
-                t
-                for t in sorted(names, key=len, reverse=True)
-                if axis.parameter == t or axis.parameter.startswith(t + ".")
-            )
-            name = names[base] + axis.parameter[len(base) :]
-            for i, theirs in enumerate(other.spaces):
-                if any(
-                    (a.parameter, a.dim, a.by) == (name, axis.dim, axis.by)
-                    and torch.equal(a.index, axis.index)
-                    for a in theirs.axes
-                ):
-                    found[i] = self.matched[space.name][0]
-        return found
+
+def _corresponding_spaces(first: Analysis, other: Analysis) -> dict[int, str]:
+    """The space of the first model (its name) that each space of another one is, by index; both
+    are analyses of the same trunk."""
+    last = first.grouping.last
+    names: dict[str, str] = {}
+    graphs = [list(a.module.graph.nodes)[: last + 1] for a in (first, other)]
+    for x, y in zip(*graphs, strict=True):
+        names[plain(str(x.target))] = plain(str(y.target))
+    found = {}
+    for space in first.spaces:
+        axis = space.axes[0]
+        name = _renamed(axis.parameter, names)
+        for i, theirs in enumerate(other.spaces):
+            if any(
+                (a.parameter, a.dim, a.by) == (name, axis.dim, axis.by)
+                and torch.equal(a.index, axis.index)
+                for a in theirs.axes
+            ):
+                found[i] = space.name
+    return found
+
+
+def _renamed(parameter: str, names: Mapping[str, str]) -> str:
+    """The parameter under the names of another model; names: of modules and tensors."""
+    base = next(
+        t
+        for t in sorted(names, key=len, reverse=True)
+        if parameter == t or parameter.startswith(t + ".")
+    )
+    return names[base] + parameter[len(base) :]
 
 
 def head_value(plan_k: HeadPlan) -> ValueOf:

@@ -9,13 +9,45 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zipfx.analysis import mix, select
+from zipfx.analysis import Facts, Kind, NodeFacts, mix, select
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import HEADS
 from zipfx.merge.origin import mark
 from zipfx.model.calls import Expectation
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.model.tensors import clone_tensors
+
+_MADE = (Kind.WEIGHT, Kind.CONSTANT)
+
+
+def needed_nodes(nodes: Sequence[fx.Node], facts: Facts) -> list[fx.Node]:
+    """The trunk without weights and constants that were made before the cut, but only for what
+    comes after it; of those that are needed, what writes to them in place is needed, too.
+
+    nodes: those up to the cut.
+    """
+    found = facts.until(len(nodes) - 1).nodes[: len(nodes)]
+    at = {node: i for i, node in enumerate(nodes)}
+    writers: dict[int, list[int]] = {}
+    for i, fact in enumerate(found):
+        for owner in fact.writes:
+            writers.setdefault(owner, []).append(i)
+
+    stack = [i for i in range(len(nodes)) if not _only_makes(i, found)]
+    needed = set(stack)
+    while stack:
+        for source in nodes[stack.pop()].all_input_nodes:
+            j = at[source]
+            new = {j, *(w for owner in found[j].owners for w in writers.get(owner, ()))}
+            stack += new - needed
+            needed |= new
+    return [node for i, node in enumerate(nodes) if i in needed]
+
+
+def _only_makes(i: int, facts: Sequence[NodeFacts]) -> bool:
+    """Whether node i does nothing but make weights and constants."""
+    kinds = [facts[o].kind if o >= 0 else Kind.DATA for o in facts[i].writes]
+    return all(kind in _MADE for kind in kinds or [facts[i].kind])
 
 
 def copy_trunk(
