@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zipfx
+from tests.helpers.blocks import Net, data, parameter
 from tests.helpers.laws import EXACT, error, heads_error, merge
-from tests.laws.test_blocks import Net, data, parameter
 
 N = 6
 

@@ -1,7 +1,8 @@
-"""The modules of ../shared/cases: structures on which published tools break or go wrong."""
+"""Structures on which tools that merge or prune break or go wrong: what must be found, and not."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,43 +13,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import zipfx
+from tests.helpers.cases import CASES, Axis, Case, axes_of
 from tests.helpers.laws import EXACT, error, merge, run
-from tests.helpers.shared import shared_module
 from zipfx.model.tensors import widened
 
-NAMES = """
-    cat_same_twice cat_then_residual cat_network_input inception_bn_after_cat chunk_csp_c2f
-    overlapping_slices slice_is_also_output partial_conv maxout_pairs focus_space_to_depth
-    grouped_conv channel_shuffle transposed_conv transposed_conv_grouped pixel_shuffle flatten_chw
-    flatten_channels_last broadcast_mask channel_statistics convnext_channels_last group_norm
-    shared_head_two_levels tied_embedding_output functional_weights weight_norm_conv
-    qkv_view_permute grouped_query_attention patch_merging lstm_two_layers_bidirectional
-    einsum_contraction stacked_experts token_mixer sinusoid_in_forward inplace_chain
-    two_inputs_dict_output dict_batch_input dtype_mix shape_dependent_branch slice_assignment
-    list_input_iteration
-""".split()
-MORE = """
-    dispatched_experts fourier_layer_complex identity_branch_in_kernel meta_branch
-    packed_sequence_lstm spectral_norm_convs
-""".split()  # of models2.py
-FLOWS = """
-    dtype_of_a_weight dynamically_quantised endless_generator exported_modules extra_keywords
-    flat_parameters inside_inference_mode jit_traced
-""".split()  # of use
-EVERY = [*NAMES, *MORE]
-
 Element = tuple[str, int, int, "tuple[int, int] | None"]  # parameter, dim, index, rows
-Axis = tuple[str, int, Tensor, "tuple[int, int] | None"]
 
 
-def fetch(name: str) -> tuple[nn.Module, Any, Any]:
-    """A case in float64, its inputs, and the module that says what is true of it."""
-    cases = shared_module("cases/models2.py" if name in MORE else "cases/models.py")
-    make, inputs = cases.CASES[name]
-    model = make().double()
-    for p in model.parameters():
-        p.data = widened(p.data)  # complex ones, too
-    return model, as_double(inputs), cases
+def fetch(name: str) -> tuple[nn.Module, Any, Case]:
+    """A case and its inputs in float64."""
+    found = CASES[name]
+    return found.make(), as_double(found.inputs), found
 
 
 def as_double(inputs: Any) -> Any:
@@ -96,23 +71,42 @@ def contains(own: Sequence[Counter[Element]], true: Sequence[Counter[Element]]) 
     return len(own) == len(true) and sorted(homes) == [[j] for j in range(len(own))]
 
 
-def test_every_case_is_listed() -> None:
-    assert sorted(shared_module("cases/models.py").CASES) == sorted(NAMES)
-    more = shared_module("cases/models2.py")
-    assert sorted(more.CASES) == sorted(MORE)
-    assert sorted(more.FLOWS) == sorted(FLOWS)
+@torch.no_grad()
+def reordered(model: nn.Module, axes: Iterable[Axis], size: int) -> nn.Module:
+    """The model with the features on these axes moved on by one."""
+    twin = copy.deepcopy(model)
+    tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    order = torch.arange(size).roll(1)
+    for parameter, dim, index, rows in axes:
+        part = tensors[parameter].detach()[slice(*rows) if rows else slice(None)]
+        found = part.index_select(dim, index[order].flatten())
+        part.index_copy_(dim, index.flatten(), found)
+    return twin
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASES)
+def test_spaces_are_spaces_and_traps_are_traps(name: str) -> None:
+    """What is written of a case is true of it, whatever the analysis finds."""
+    model, inputs, found = fetch(name)
+    expected = run(model, inputs)
+    for texts, kept in ((found.spaces, True), (found.traps, False)):
+        for text in texts:
+            size, axes = axes_of(model, text)
+            twin = reordered(model, axes, size)
+            assert (error(expected, run(twin, inputs)) < EXACT) == kept, text
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_ground_truth(name: str) -> None:
-    model, inputs, cases = fetch(name)
+    model, inputs, found = fetch(name)
     ours = found_spaces(model, zipfx.analyze(model, inputs, verify=False))
-    for size, axes in cases.SPACES[name]:
+    for space in found.spaces:
+        size, axes = axes_of(model, space)
         true = moved(axes, size)
-        assert any(contains(own, true) for own in ours), (name, size, axes[0][0])
+        assert any(contains(own, true) for own in ours), (space, found.right)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASES)
 def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs, verify=False)
@@ -122,19 +116,17 @@ def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
         assert error(expected, run(twin, inputs)) < EXACT
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASES)
 def test_no_trap_is_a_space(name: str) -> None:
     """A trap is a grouping that changes the function; one that lies in a space would do so."""
-    model, inputs, cases = fetch(name)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    model, inputs, found = fetch(name)
     ours = found_spaces(model, zipfx.analyze(model, inputs, verify=False))
-    for size, axes in cases.TRAPS[name]:
-        assert {axis[0] for axis in axes} <= set(tensors)
-        trap = moved(axes, size)
-        assert trap not in ours
+    for trap in found.traps:
+        size, axes = axes_of(model, trap)
+        assert moved(axes, size) not in ours
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASES)
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)
     spaces = zipfx.analyze(model, inputs)
@@ -148,13 +140,3 @@ def test_law_3(name: str) -> None:
     data = [tree_map(fresh, inputs) for _ in range(30)]
     merged = merge([model, twin], data, matcher="permute")
     assert error(run(model, inputs), run(merged, inputs)) < EXACT
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-@pytest.mark.parametrize("name", FLOWS)
-def test_flows(name: str) -> None:
-    """Ways of use that went wrong without a word."""
-    right, what = shared_module("cases/models2.py").FLOWS[name]
-    assert right(zipfx), what

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zipfx
+from tests.helpers.blocks import Net, Size, data, law1, law3, parameter, randomise, sizes
 from tests.helpers.laws import EXACT, error, merge
-from tests.laws.test_blocks import Net, Size, data, law1, law3, parameter, randomise, sizes
 from zipfx.match.matchers.matching import Matching
 
 I8 = torch.eye(8, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zipfx
-from tests.laws.test_blocks import Net, Size, data, law1, law3, parameter, sizes
+from tests.helpers.blocks import Net, Size, data, law1, law3, parameter, sizes
 
 Function = Callable[[Any, Tensor, Tensor], Tensor]
 

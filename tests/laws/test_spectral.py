@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fft, nn
 
 import zipfx
+from tests.helpers.blocks import Net, Size, data, law1, law3, parameter, sizes
 from tests.helpers.laws import EXACT, error, heads_error, merge, run
-from tests.laws.test_blocks import Net, Size, data, law1, law3, parameter, sizes
 from zipfx.analysis.labels.labels import by_value
 from zipfx.analysis.spaces.values import Place
 from zipfx.match.axis_maps import AxisMap, AxisMatrix

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.ops import DeformConv2d, nms, ps_roi_align, roi_align, roi_pool
 
 import zipfx
-from tests.laws.test_blocks import Net, Size, data, law1, law3, sizes
+from tests.helpers.blocks import Net, Size, data, law1, law3, sizes
 
 for name in ("nms", "ps_roi_align", "roi_align", "roi_pool", "boxes_of"):
     torch.fx.wrap(name)

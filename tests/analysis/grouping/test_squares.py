@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zipfx
+from tests.helpers.blocks import Net, Size, data, law1, law3, parameter, sizes
 from tests.helpers.laws import error, merge
-from tests.laws.test_blocks import Net, Size, data, law1, law3, parameter, sizes
 from zipfx.analysis.grouping.squares import closure, find_sides
 
 I8 = torch.eye(8, dtype=torch.float64)

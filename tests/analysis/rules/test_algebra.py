@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, linalg, nn
 
 import zipfx
-from tests.laws.test_blocks import (
+from tests.helpers.blocks import (
     Net,
     Size,
     data,

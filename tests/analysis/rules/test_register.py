@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import zipfx
+from tests.helpers.blocks import Net as Blocks
+from tests.helpers.blocks import data, join_heads, law1, law3, parameter, split_heads
+from tests.helpers.blocks import sizes as spaces_of
 from tests.helpers.laws import EXACT, error, merge, parameters, permuted, run
 from tests.helpers.models import randomise
-from tests.laws.test_blocks import Net as Blocks
-from tests.laws.test_blocks import data, join_heads, law1, law3, parameter, split_heads
-from tests.laws.test_blocks import sizes as spaces_of
 from zipfx import ZipError
 from zipfx.analysis.rules import Call, Labels, join
 from zipfx.analysis.rules.reductions import together

@@ -2,72 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
+import os
 import pickle
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
 
 import zipfx
 from tests.helpers.graphs import Plan, plans
-from tests.helpers.laws import merge, run, running_modules, unharmed
+from tests.helpers.laws import merge, run, running_modules
 from tests.helpers.models import NETS, Net
-from zipfx.report.format import container
-
-QUIET = {
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two outputs are the same to the bit (NaN where NaN is)."""
-    (ours, structure), (theirs, other) = tree_flatten(a), tree_flatten(b)
-    return structure == other and all(
-        torch.equal(torch.isnan(x), torch.isnan(y)) and torch.equal(x.nan_to_num(), y.nan_to_num())
-        for x, y in zip(ours, theirs, strict=True)
-    )
-
-
-def reloaded(merged: nn.Module, models: Sequence[nn.Module], folder: Path, **options: Any) -> Any:
-    """Saved and loaded: the same module but for what it computes, which is up to the caller."""
-    one, two = folder / "one.safetensors", folder / "two.safetensors"
-    zipfx.save(merged, one)  # type: ignore[arg-type]
-    seen = [m for m in models if not any(p.is_meta for p in m.parameters())]
-    found = unharmed(seen, lambda: zipfx.load(one, models, **options))
-    if isinstance(found, Exception):
-        raise found
-    zipfx.save(found, two)
-    assert one.read_bytes() == two.read_bytes()
-    assert found.code == merged.code
-    assert str(found) == str(merged)
-    ours, theirs = merged.state_dict(), found.state_dict()
-    assert list(ours) == list(theirs)
-    for t, u in zip(ours.values(), theirs.values(), strict=True):
-        assert (t.dtype, t.stride()) == (u.dtype, u.stride())
-    assert [m.training for m in merged.modules()] == [m.training for m in found.modules()]
-    assert repr(as_stored(merged)) == repr(as_stored(found))
-    return found
-
-
-def as_stored(merged: Any) -> dict[str, Any]:
-    """The meta of a merge, but for what was measured while it was made, which is not stored."""
-    report = dataclasses.replace(merged.meta["zipfx"], seconds={}, bytes={})
-    return {**merged.meta, "zipfx": report}
+from tests.helpers.saved import (
+    QUIET,
+    Attention,
+    as_stored,
+    edited,
+    equal,
+    images,
+    models,
+    network,
+    refuse,
+    reloaded,
+    same,
+    state,
+    zipped,
+)
+from tests.helpers.shared import ROOT
+from zipfx.report.files import files, stand_ins
 
 
 # ------------------------------------------------------------------ what comes back
@@ -98,24 +73,6 @@ def test_random_networks_come_back(
         return
     folder = tmp_path_factory.mktemp("random")
     assert same(run(reloaded(merged, [net.build(99)] * count, folder), x), run(merged, x))
-
-
-def network(outputs: int = 3, width: int = 8) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 6, 3), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, outputs),
-    )  # fmt: skip
-
-
-def images(dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(16, 3, 8, 8, generator=generator).to(dtype)
-
-
-def zipped(partial: str | None = "2", models: Sequence[nn.Module] = (), **options: Any) -> Any:
-    torch.manual_seed(0)
-    models = models or [network().eval(), network().eval()]
-    return zipfx.zip(models, [images()], partial=partial, progress=False, **options)
 
 
 @pytest.mark.parametrize("partial", [None, "0", "2", "7"])
@@ -177,25 +134,6 @@ def test_a_loaded_merge_is_one_to_work_with(tmp_path: Path) -> None:
     assert same(reloaded(again, [found, found], tmp_path)(x), again(x))
 
 
-class Attention(nn.Module):
-    """Token ids, a mask, an optional argument and a number; a dict comes out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.e = nn.Embedding(11, 8)
-        self.a = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.l, self.h = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 11)
-
-    def forward(
-        self, ids: Tensor, pads: Tensor | None = None, scale: float = 1.0
-    ) -> dict[str, Tensor]:
-        y = self.e(ids) * scale
-        y = y + self.a(y, y, y, key_padding_mask=pads)[0]
-        for i in range(ids.shape[1]):  # needs the length
-            y = y + y[:, i : i + 1] / 8
-        return {"logits": self.h(self.l(y)[0])}
-
-
 @pytest.mark.parametrize("partial", [None, "e", "a", "l"])
 @pytest.mark.parametrize("names", [("ids",), ("ids", "pads"), ("ids", "scale")])
 @pytest.mark.parametrize("meta", [False, True])
@@ -250,52 +188,6 @@ def test_a_tracer_of_ones_own_is_given_again(partial: str | None, tmp_path: Path
         zipfx.load(tmp_path / "one.safetensors", fresh)
 
 
-# ------------------------------------------------------------------ what is refused
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "merged.safetensors"
-    zipfx.save(zipped("0"), path)
-    return path
-
-
-def refuse(path: Path, says: str, models: Sequence[nn.Module] | None = None) -> None:
-    with pytest.raises(zipfx.ZipError, match=says) as raised:
-        zipfx.load(path, models or [network(), network()])
-    assert str(raised.value).startswith(f"{str(path)!r} can not be loaded: ")
-
-
-@pytest.mark.parametrize(
-    ("models", "says"),
-    [
-        (lambda: [network()] * 3, "it is a merge of 2 models, and 3 are given"),
-        (lambda: [network()], "at least two models; got 1"),
-        (lambda: [network(width=9)] * 2, r"model 0 .* node '_0' .* out_channels was 8 and is 9"),
-        (lambda: [network(), network(4)], r"model 1 .* node '_7' .*: out_features was 3 and is 4"),
-        (lambda: [network()[:3]] * 2, "it has no node '_3' .call_module 3."),
-        (lambda: [nn.Linear(2, 2)] * 2, "model 0 is not of the architecture that was saved"),
-        (
-            lambda: [nn.Sequential(*network()[:4], nn.GELU(), *network()[5:])] * 2,
-            "layer was ReLU and is GELU",
-        ),
-    ],
-)
-def test_other_models(models: Callable[[], list[nn.Module]], says: str, file: Path) -> None:
-    refuse(file, says, models())
-
-
-def test_models_that_are_tied_otherwise(tmp_path: Path) -> None:
-    def make(tie: bool) -> nn.Sequential:
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        if tie:
-            model[2].weight = model[0].weight
-        return model
-
-    path, x = tmp_path / "merged.safetensors", torch.randn(32, 4)
-    for tie, says in ((True, "in the file only"), (False, "in the models only")):
-        zipfx.save(zipfx.zip([make(tie), make(tie)], [x], progress=False), path)
-        refuse(path, f"'2.weight' is tied to another tensor {says}", [make(not tie)] * 2)
-
-
 @pytest.mark.parametrize("size", [0, 7, 100, 5000, -1])
 def test_a_part_of_a_file(size: int, file: Path, tmp_path: Path) -> None:
     part = tmp_path / "part.safetensors"
@@ -311,19 +203,6 @@ def test_files_of_others(tmp_path: Path) -> None:
     refuse(path, "was not written by zipfx.save")
     with pytest.raises(OSError, match="No such file"):
         zipfx.load(tmp_path / "none", [network(), network()])
-
-
-def edited(file: Path, folder: Path, change: Callable[[dict[str, Any], Any], Any]) -> Path:
-    """A copy of a file, with its tensors and its header changed, and with the right checksum."""
-    with safetensors.safe_open(file, "pt") as opened:
-        header = json.loads(opened.metadata()["zipfx"])
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    del header["sha256"]
-    change(found, header)
-    path = folder / "edited.safetensors"
-    with path.open("wb") as out:
-        container.write(out, json.dumps(header), found)
-    return path
 
 
 EVIL = "x(); __import__('os').abort()"
@@ -417,3 +296,182 @@ def test_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(zipfx.ZipError, match=r"pip install 'zipfx\[save\]'"):
         zipfx.save(zipped(), tmp_path / "merged.safetensors")
+
+
+# ------------------------------------------------------------------ where it is saved and loaded
+@pytest.mark.parametrize("as_path", [str, Path, os.fsencode, Path.as_posix])
+def test_paths_of_every_kind(as_path: Any, tmp_path: Path) -> None:
+    path, merged = as_path(tmp_path / "ä.safetensors"), zipped()
+    zipfx.save(merged, path)
+    assert same(zipfx.load(path, models())(images()), merged(images()))
+
+
+def test_what_is_no_file_is_neither_written_nor_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(zipfx.ZipError, match="give the path of a file"):
+            zipfx.save(zipped(), path)
+        refuse(path, "it is no regular file")
+    for path in (3, None, ""):
+        with pytest.raises(zipfx.ZipError, match="path"):
+            zipfx.save(zipped(), path)  # type: ignore[arg-type]
+        with pytest.raises(zipfx.ZipError, match="path"):
+            zipfx.load(path, models())  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="there is no such folder: make it first"):
+        zipfx.save(zipped(), tmp_path / "none" / "merged")
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes and links of Unix")
+def test_a_saved_file_is_one_like_any_other(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        zipfx.save(zipped(), tmp_path / "merged")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "merged").stat().st_mode & 0o777 == 0o640
+    (tmp_path / "merged").chmod(0o600)
+    (tmp_path / "link").symlink_to("merged")
+    zipfx.save(zipped("0"), tmp_path / "link")
+    assert (tmp_path / "merged").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "link").is_symlink()
+    assert zipfx.load(tmp_path / "merged", models()).meta["zipfx"].partial == "0"
+
+
+@pytest.mark.parametrize("where", ["inference", "meta", "double", "no_grad"])
+def test_the_callers_surroundings_do_not_matter(where: str, tmp_path: Path) -> None:
+    merged = zipped()
+    zipfx.save(merged, tmp_path / "one")
+    contexts: dict[str, Any] = {
+        "inference": torch.inference_mode, "meta": lambda: torch.device("meta"),
+        "no_grad": torch.no_grad, "double": lambda: default_dtype(torch.float64),
+    }  # fmt: skip
+    fresh = models()
+    with contexts[where]():
+        zipfx.save(merged, tmp_path / "two")
+        found = zipfx.load(tmp_path / "one", fresh if where == "meta" else models())
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert equal(merged, found)
+    assert same(found(images()), merged(images()))
+    found.train()
+    sum(y.sum() for y in found(images())).backward()  # which inference tensors could not
+    assert all(p.grad is not None for p in found.parameters())
+
+
+class default_dtype:  # noqa: N801
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.before = dtype, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def test_what_was_made_in_inference_mode_is_saved(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        merged = zipped()
+    zipfx.save(merged, tmp_path / "merged")
+    assert equal(zipfx.load(tmp_path / "merged", models()), merged)
+
+
+SAVER = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from tests.helpers.saved import zipped
+import zipfx
+merged = zipped(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(20):
+    zipfx.save(merged, sys.argv[1])
+"""
+
+
+def test_of_two_processes_that_save_one_wins_and_the_file_is_whole(tmp_path: Path) -> None:
+    path, here = tmp_path / "merged", str(ROOT)
+    pipe = subprocess.PIPE
+    seen = set()
+    with contextlib.ExitStack() as stack:
+        savers = []
+        for cut in ("0", "2"):
+            command = [sys.executable, "-c", SAVER, str(path), cut, here]
+            saver = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            savers.append(stack.enter_context(saver))
+            stack.callback(saver.kill)
+        assert [s.stdout.readline() for s in savers if s.stdout] == ["ready\n"] * 2
+        for saver in savers:
+            assert saver.stdin is not None
+            saver.stdin.write("go\n")
+            saver.stdin.flush()
+        while any(saver.poll() is None for saver in savers):
+            if path.exists():
+                seen.add(zipfx.load(path, models()).meta["zipfx"].partial)
+        assert [saver.wait() for saver in savers] == [0, 0]
+    assert seen <= {"0", "2"}
+    assert os.listdir(tmp_path) == ["merged"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens a file twice, and would mix two files of one size."""
+    one, two = zipped(), zipped()
+    with torch.no_grad():
+        two.get_submodule("0").weight.zero_()
+    for merged, name in ((one, "one"), (two, "two"), (one, "merged")):
+        zipfx.save(merged, tmp_path / name)
+    opened, safe_open = [], safetensors.safe_open
+
+    def replaced(path: str, framework: str) -> Any:
+        found = safe_open(path, framework)
+        opened.append(path)
+        if len(opened) < 3:  # another process saves just now
+            (tmp_path / "next").write_bytes((tmp_path / "two").read_bytes())
+            os.replace(tmp_path / "next", tmp_path / "merged")
+        return found
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    assert equal(zipfx.load(tmp_path / "merged", models()), two)
+    assert len(opened) == 3
+
+    def always(path: str, framework: str) -> Any:
+        opened.clear()
+        return replaced(path, framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", always)
+    refuse(tmp_path / "merged", "it was replaced all the time while it was read")
+
+
+def test_saving_what_can_not_be_written_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep: Any = torch.ones(2)
+    for _ in range(60):
+        deep = [deep]
+    merged = zipped()
+    traced = stand_ins.Traced(stand_ins.described((deep,)))
+    merged.meta["zipfx"] = dataclasses.replace(merged.meta["zipfx"], traced=traced)
+    with pytest.raises(
+        zipfx.ZipError, match="can not be written: lists and dicts lie more than 100"
+    ):
+        zipfx.save(merged, tmp_path / "merged")
+    monkeypatch.setattr(files, "LONGEST", 1000)
+    with pytest.raises(
+        zipfx.ZipError, match=r"has 14 nodes, and its header .* load reads 1,000 at mo"
+    ):
+        zipfx.save(zipped(), tmp_path / "merged")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_loaded_merge_needs_no_file(deeper: Path, tmp_path: Path) -> None:
+    path = tmp_path / "merged"
+    path.write_bytes(deeper.read_bytes())
+    found = zipfx.load(path, models())
+    before = {name: t.clone() for name, t in state(found).items()}
+    path.write_bytes(bytes(len(path.read_bytes())))  # in place
+    assert all(torch.equal(t, before[name]) for name, t in state(found).items())
+    path.unlink()
+    zipfx.save(found, path)
+    assert path.read_bytes() == deeper.read_bytes()
