@@ -155,3 +155,10 @@ class TestSimilarity:
         s = Statistics(9, mean, torch.diag(variance), (2, 2))
         for kind in ("correlation", "covariance", "cosine"):
             assert bool(s.similarity(kind).isfinite().all())  # type: ignore[arg-type]
+
+
+def test_a_kind_of_similarity_that_is_unknown() -> None:
+    eye = torch.eye(2, dtype=torch.float64)
+    statistics = Statistics(9, torch.zeros(2, dtype=torch.float64), eye, sizes=(1, 1))
+    with pytest.raises(ZipError, match="similarity='angle' is unknown; choose one of"):
+        statistics.similarity("angle")  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from zipfx.errors import ZipError
+
 Similarity = Literal["correlation", "covariance", "cosine"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 
@@ -49,7 +51,13 @@ OF_VARYING: dict[Similarity, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def similarity(kind: Similarity, mean: Tensor, covariance: Tensor, constant: Tensor) -> Tensor:
-    """In [-3, 1], also for constants; see `Statistics.similarity`."""
+    """In [-3, 1], also for constants; see `Statistics.similarity`.
+
+    Raises:
+        ZipError: there is no such kind.
+    """
+    if kind not in OF_VARYING:
+        raise ZipError(f"similarity={kind!r} is unknown; choose one of {list(SIMILARITIES)}")
     result = OF_VARYING[kind](mean, covariance, constant)
     size = mean.abs().clamp(min=torch.finfo(torch.float64).tiny)
     for rows in torch.arange(len(size), device=size.device).split(_ROWS):
