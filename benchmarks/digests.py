@@ -13,6 +13,7 @@ would differ.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import hashlib
 import json
@@ -104,7 +105,7 @@ def strangers(source: str, name: str) -> dict[str, str]:
     """Two models of one architecture whose weights have nothing in common, with the repair that
     each can bear."""
     model, x = architectures.smallest(name, source)
-    other, _ = architectures.smallest(name, source)
+    other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -15,7 +15,7 @@ from zipfx.match import Matcher, needs_of, resolve
 from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import check_models
 from zipfx.observe import PLACES, BatchToArgs, Calibration, Choose, calibration
-from zipfx.repair import REPAIRS, NoRepair, Refit, Repair
+from zipfx.repair import REPAIRS, NoRepair, OwnRepair, Refit, Repair
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class Job:
         Raises:
             ZipError: one of them is none that could be used, or two do not go together.
         """
-        merging, needs = resolve(matcher), needs_of(resolve(matcher))
+        merging = resolve(matcher)
+        needs = needs_of(merging)
         repairing, name = _repair(repair, calib_loader is None)
         if not isinstance(places, str) or places not in PLACES:
             raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
@@ -105,7 +106,10 @@ def _repair(repair: Any, dataless: bool) -> tuple[Repair, str]:
         return REPAIRS[repair], repair
     if isinstance(repair, str) or not callable(repair):
         raise ZipError(f"repair={repair!r} is unknown; choose one of {list(REPAIRS)}")
-    return repair, "none" if isinstance(repair, NoRepair) else name_of_callable(repair)
+    if isinstance(repair, NoRepair):
+        return repair, "none"
+    name = name_of_callable(repair)
+    return OwnRepair(repair, name), name
 
 
 def _home(model: nn.Module) -> torch.device:

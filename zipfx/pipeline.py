@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from zipfx.analysis import Analysis, analyze_trunk
 from zipfx.arguments import Job
-from zipfx.errors import ZipError, first_line
 from zipfx.match import Matcher, match_models
 from zipfx.merge import Fused, fuse_models
 from zipfx.modes import fixed_randomness, own_modes
@@ -25,7 +24,7 @@ from zipfx.observe import (
     observed,
     pin_hidden,
 )
-from zipfx.repair import REPAIRS, Refit, Repair, Repaired
+from zipfx.repair import Repair, Repaired
 from zipfx.report import Done, Report, Stages, count_flops
 from zipfx.trace import KEY, TracedModels, correspond, trace_all
 
@@ -172,17 +171,4 @@ def _seen(job: Job, example: Example, traced: TracedModels, analysis: Analysis) 
 def _repaired(job: Job, example: Example, traced: TracedModels, fused: Fused) -> Repaired:
     if example.data is None:
         return Repaired(None)
-    try:
-        found: Any = job.repair(fused, traced, example.data, progress=job.progress)
-    except ZipError:
-        raise
-    except Exception as error:
-        if job.repair in REPAIRS.values() or isinstance(job.repair, Refit):
-            raise
-        raise ZipError(f"repair {job.repair_name} fails: {first_line(error)}") from error
-    if not isinstance(found, Repaired):
-        raise ZipError(
-            f"repair {job.repair_name} gave a {type(found).__name__}: it must return a "
-            "zipfx.repair.Repaired"
-        )
-    return found
+    return job.repair(fused, traced, example.data, progress=job.progress)

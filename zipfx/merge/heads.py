@@ -76,10 +76,9 @@ class _HeadPlanner:
     ) -> None:
         self.module, self.last = module, grouping.last
         self.facts = facts.until(grouping.last)
-        self.nodes = list(module.graph.nodes)
-        self.at = {n: i for i, n in enumerate(self.nodes)}
         self.moved = Moved(grouping, matchings, k)
         self.absorber = Absorber(module, self.facts, self.moved)
+        self.nodes, self.at = self.absorber.nodes, self.absorber.at
 
     def plan(self) -> HeadPlan:
         refused: set[int] = set()  # weights that can not take U at every use take it at none

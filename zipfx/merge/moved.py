@@ -33,11 +33,15 @@ class Moved:
 
     def vertices(self, vertices: Ints) -> Flags:
         """Which of these vertices the merge moves."""
-        starts = self.grouping.starts
-        moved = np.isin(self.grouping.moved_space, [*self.spaces])
-        total = np.concatenate([[0], np.cumsum(moved)])
-        found: Flags = total[starts[vertices + 1]] > total[starts[vertices]]
+        starts, before = self.grouping.starts, self._moved_before
+        found: Flags = before[starts[vertices + 1]] > before[starts[vertices]]
         return found
+
+    @functools.cached_property
+    def _moved_before(self) -> Ints:
+        """How many of the grouping's entries before each one are of moved spaces."""
+        moved = np.isin(self.grouping.moved_space, [*self.spaces])
+        return np.concatenate([[0], np.cumsum(moved)])
 
     def lies_in(self, fact: NodeFacts) -> bool:
         """Whether the results of a node hold moved features."""

@@ -5,6 +5,6 @@ of its BatchNorms, or all layers by least squares towards what the models comput
 """
 
 from zipfx.repair.layerwise import Refit, Refitted, Repaired
-from zipfx.repair.repairs import REPAIRS, NoRepair, Repair
+from zipfx.repair.repairs import REPAIRS, NoRepair, OwnRepair, Repair
 
-__all__ = ["REPAIRS", "NoRepair", "Refit", "Refitted", "Repair", "Repaired"]
+__all__ = ["REPAIRS", "NoRepair", "OwnRepair", "Refit", "Refitted", "Repair", "Repaired"]

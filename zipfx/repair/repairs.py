@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from zipfx.errors import ZipError, first_line
 from zipfx.merge import Fused
 from zipfx.model.running import state_of
 from zipfx.observe import Calibration
@@ -84,6 +85,35 @@ def _unrepaired_norms(batches: int, unmeasured: Sequence[str]) -> list[str]:
         "BatchNorms to which fewer than two values came are as they were fused: "
         + ", ".join(unmeasured)
     ] * bool(unmeasured)
+
+
+@dataclass(frozen=True)
+class OwnRepair:
+    """A repair of the caller's, and what to call it: what goes wrong in it is a `ZipError`."""
+
+    function: Repair
+    name: str
+
+    def __call__(
+        self, fused: Fused, traced: TracedModels, data: Calibration, *, progress: bool = False
+    ) -> Repaired:
+        """See `Repair`.
+
+        Raises:
+            ZipError: the function fails, or does not say what it did.
+        """
+        try:
+            found: Any = self.function(fused, traced, data, progress=progress)
+        except ZipError:
+            raise
+        except Exception as error:
+            raise ZipError(f"repair {self.name} fails: {first_line(error)}") from error
+        if not isinstance(found, Repaired):
+            raise ZipError(
+                f"repair {self.name} gave a {type(found).__name__}: it must return a "
+                "zipfx.repair.Repaired"
+            )
+        return found
 
 
 REPAIRS: dict[str, Repair] = {
