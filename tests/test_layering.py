@@ -130,3 +130,19 @@ def test_zip_fits_on_a_screen() -> None:
 def test_the_package_lists_its_public_names_only() -> None:
     assert sorted(zipfx.__all__) == list(zipfx.__all__)
     assert all(hasattr(zipfx, name) for name in zipfx.__all__)
+
+
+TESTS = Path(__file__).parent
+
+
+def found_beside(file: Path) -> list[Path]:
+    """The tests in the folder that mirrors that of a source file."""
+    return sorted((TESTS / file.relative_to(PACKAGE).parent).glob("test_*.py"))
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=name_of)
+def test_every_file_has_a_test_at_its_place(file: Path) -> None:
+    """One of its name, or one beside it that imports from it: small files of one idea share one."""
+    beside = found_beside(file)
+    own = any(test.name == f"test_{file.name}" for test in beside)
+    assert own or any(name_of(file) in modules(test) for test in beside)

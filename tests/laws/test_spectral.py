@@ -14,11 +14,7 @@ from torch import Tensor, fft, nn
 import zipfx
 from tests.helpers.blocks import Net, Size, data, law1, law3, parameter, sizes
 from tests.helpers.laws import EXACT, error, heads_error, merge, run
-from zipfx.analysis.labels.labels import by_value
 from zipfx.analysis.spaces.values import Place
-from zipfx.match.axis_maps import AxisMap, AxisMatrix
-from zipfx.merge.fuse import fuse
-from zipfx.model.tensors import as_real
 from zipfx.observe.observer import Observer
 
 ops = torch.ops.zipfxspectral
@@ -264,35 +260,6 @@ def test_a_layer_of_complex_weights_is_left_alone_by_a_refit() -> None:
     assert any("not refitted: 0, 2" in note for note in merged.meta["zipfx"].notes)
 
 
-# ------------------------------------------------------------------ values
-def test_complex_numbers_are_averaged_as_such() -> None:
-    a, b = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 - 4j, 5 + 2j])
-    swap = AxisMap(0, torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64))
-    found = fuse([a, b], [[], [swap]])
-    assert found.dtype == a.dtype
-    assert torch.equal(found, torch.tensor([3 + 2j, 2 - 2.5j]))
-    matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], dtype=torch.float64)
-    turned = AxisMatrix(0, torch.tensor([[0], [1]]), matrix).apply(a.to(torch.complex128))
-    assert torch.equal(turned, torch.tensor([6 - 2j, 1 + 2j]).to(torch.complex128))
-
-
-def test_a_map_by_parts_of_the_rows_adds_up_complex_numbers() -> None:
-    t = torch.complex(torch.arange(8.0), -torch.arange(8.0)).to(torch.complex128).reshape(4, 2)
-    one = torch.ones(4, dtype=torch.float64)
-    found = AxisMap(1, torch.tensor([0, 0, 3, 2]), one, by=0, parts=2).apply(t)
-    assert torch.equal(found[:2, 0], t[:2].sum(1))
-    assert torch.equal(found[2:], t[2:].flip(1))
-
-
-def test_complex_constants_are_told_by_value() -> None:
-    values = torch.tensor([1 + 2j, 2 + 1j, 1 + 2j, 0, 1 - 2j])
-    (slot,) = by_value(values).fixed
-    assert slot[0] == slot[2]
-    assert slot[3] == 0
-    assert len(slot.unique()) == 4
-    assert by_value(torch.full((3,), 1j)).fixed == ()
-
-
 @pytest.mark.parametrize(
     ("constant", "expected"),
     [
@@ -437,12 +404,6 @@ def test_a_transform_of_features_in_blocks_moves_whole_blocks() -> None:
     assert sizes(model, data(5)) == [(3, ())]
     law1(model, 5)
     law3(model, 5)
-
-
-def test_as_real_is_no_copy_of_real_numbers() -> None:
-    t = torch.ones(3)
-    assert as_real(t) is t
-    assert as_real(torch.ones(3, dtype=torch.cfloat).conj()).shape == (3, 2)
 
 
 def test_a_stack_of_matrices_in_a_residual_block() -> None:

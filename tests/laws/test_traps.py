@@ -207,24 +207,3 @@ def test_batches_without_samples_and_partial_of_the_wrong_type() -> None:
         zipfx.zip(models, [torch.randn(0, 5)], **EXACTLY)
     with pytest.raises(zipfx.ZipError, match="partial is 3"):
         zipfx.zip(models, [torch.randn(4, 5)], partial=3, **EXACTLY)  # type: ignore[arg-type]
-
-
-def test_labels_that_were_handed_out_do_not_change_with_their_storage() -> None:
-    """A recurrent layer writes into the window of a larger tensor that it has read before."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.e, self.r = nn.Linear(5, 6), nn.LSTM(6, 7, 1, batch_first=True)
-            self.h = nn.Linear(7, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.h(self.r(self.e(x))[0][:, -1])
-            return y
-
-    torch.manual_seed(0)
-    model = Recurrent().double()
-    x = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(4)).double()
-    spaces = zipfx.analyze(model, x, verify=False)
-    assert sorted(s.size for s in spaces) == [6, 7]
-    assert error(model(x), spaces.permuted(model, spaces.random_permutations(1))(x)) < EXACT

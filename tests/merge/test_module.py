@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,9 @@ from tests.helpers.laws import error, merge, run, running_modules, state_bytes, 
 from tests.helpers.models import NETS, Net
 
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
-both = pytest.mark.parametrize("partial", [False, True], ids=["full", "partial"])
+
+
+both = pytest.mark.parametrize("partial", [False, True])
 
 
 def pair(net: Net, partial: bool, **options: Any) -> fx.GraphModule:
@@ -199,52 +200,6 @@ def test_unused_parameters_survive(partial: bool) -> None:
     assert "aux.0.weight" in str(merged.meta["zipfx"])
 
 
-# ------------------------------------------------------------------ repair
-class Counting:
-    """A loader that counts its passes and batches."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.given = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            self.given += 1
-            yield batch
-
-
-@both
-def test_repair_measures_the_statistics_of_the_merged_features(partial: bool) -> None:
-    net = NETS["BatchNorm"]
-    models = [net.build(s) for s in (0, 1)]
-    for model in models:
-        model.get_submodule("bn1").momentum = 0.3
-    data = Counting(net.batches(3))
-    merged = merge(models, data, partial="bn1" if partial else None, repair="bn")
-    report = merged.meta["zipfx"]
-    assert report.batches == {"observe": 3, "repair": 3}
-    assert data.given >= 6
-    norm = merged.get_submodule("bn1")
-    assert norm.momentum == 0.3
-    assert int(norm.num_batches_tracked) == 0  # as in the model: batches are not what is counted
-    with torch.no_grad():
-        seen = torch.cat([merged.get_submodule("a")(x) for (x,) in net.batches(3)])
-    torch.testing.assert_close(norm.running_mean, seen.mean((0, 2, 3)))
-    torch.testing.assert_close(norm.running_var, seen.var((0, 2, 3)))
-
-
-def test_without_repair_the_variance_is_that_of_the_merged_features() -> None:
-    """Of two copies it is the copy's own; of unrelated features it is less than their mean."""
-    net = NETS["BatchNorm"]
-    model = net.build(0)
-    same = merge([model, copy.deepcopy(model)], net.batches(), matcher="permute")
-    mine = model.get_submodule("bn1").running_var
-    torch.testing.assert_close(same.get_submodule("bn1").running_var, mine)
-    other = net.build(1)
-    mixed = merge([model, other], net.batches(), matcher="permute").get_submodule("bn1").running_var
-    both_sum = mine.sum() + other.get_submodule("bn1").running_var.sum()
-    assert 0.25 * both_sum < mixed.sum() < 0.5 * both_sum
-
-
 def test_identity_without_data_averages_the_weights() -> None:
     net = NETS["CatResidual"]
     models = [net.build(s) for s in (0, 1, 2)]
@@ -252,19 +207,3 @@ def test_identity_without_data_averages_the_weights() -> None:
     for name, t in merged.state_dict().items():
         mean = torch.stack([m.state_dict()[name] for m in models]).mean(0)
         torch.testing.assert_close(t, mean, rtol=1e-12, atol=1e-12)
-
-
-def test_the_report_counts() -> None:
-    net = NETS["Hierarchy"]
-    models = [net.build(s) for s in (0, 1)]
-    report = merge(models, net.batches(2), partial="stages.0.1").meta["zipfx"]
-    assert report.models == 2
-    assert report.partial == "stages.0.1"
-    assert report.layers == (5, 10)
-    assert report.model_parameters == tuple(sum(p.numel() for p in m.parameters()) for m in models)
-    assert report.model_flops[0] < report.flops < sum(report.model_flops)
-    assert all(0 <= s.within + s.across <= s.size for s in report.spaces)
-    assert all(s.within + s.across == s.size for s in report.spaces)
-    assert set(report.seconds) >= {"trace", "analyze", "observe", "match", "fuse", "repair"}
-    with pytest.raises(AttributeError):
-        report.models = 3

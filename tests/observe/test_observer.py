@@ -7,7 +7,6 @@ from torch import Tensor, nn
 import zipfx
 from zipfx.analysis.analysis import run_analysis
 from zipfx.analysis.spaces.values import Place
-from zipfx.observe.choose_places import PLACES
 from zipfx.observe.data import calibration
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.observer import Observer
@@ -114,25 +113,6 @@ def test_the_first_broken_model_is_known(model: int, value: float) -> None:
     good = filled(ROWS, features())
     assert good.first_broken() is None
     assert filled(ROWS, features(), pair).first_broken() == model
-
-
-def test_every_space_of_a_network_is_observed_where_it_is_read() -> None:
-    torch.manual_seed(0)
-    layers = [
-        (nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)
-    ]
-    nets = [nn.Sequential(*modules).double() for modules in layers]
-    data = [torch.randn(20, 3).double() for _ in range(4)]
-    modules = [trace(net) for net in nets]
-    spaces = run_analysis(modules[0], (data[0],)).spaces
-    seen = observe(modules, spaces, calibration(data, 2), choose=PLACES["last"])
-    assert seen.batches == 4
-    with torch.no_grad():
-        for name, last in (("0", 2), ("2", 4)):
-            (observer,) = seen.observers(name)
-            read = torch.cat([net[:last](torch.cat(data)) for net in nets], 1)
-            expected = torch.cov(read.T, correction=0)
-            torch.testing.assert_close(observer.statistics().covariance, expected)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)

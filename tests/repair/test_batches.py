@@ -9,37 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import zipfx
+from tests.helpers.convolutional import cut, images, models
 from tests.helpers.laws import error, merge, run
-
-
-class Convolutional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.n1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.b, self.n2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
-        self.h = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.n1(self.a(x)))
-        return self.h(F.relu(self.n2(self.b(y))).mean((2, 3)))
-
-
-def models(seed: int = 0) -> list[nn.Module]:
-    torch.manual_seed(seed)
-    return [Convolutional().double().eval() for _ in range(2)]
-
-
-def images(count: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, 6, 6, dtype=torch.float64, generator=generator)
-
-
-def cut(x: Tensor, *sizes: int) -> list[tuple[Tensor]]:
-    return [(part,) for part in x.split(list(sizes))]
 
 
 # ------------------------------------------------------------------ law 5
@@ -72,67 +45,6 @@ def test_nor_do_those_of_one_loader_for_each_model(repair: str) -> None:
         )
     ]
     assert error(*found) < 1e-9
-
-
-def test_bn_measures_all_samples_alike() -> None:
-    """Mean and unbiased variance of what each norm reads, once those before it are right."""
-    pair, x = models(), images(64)
-    merged = merge(pair, cut(x, 60, 4), repair="bn")
-    with torch.no_grad():
-        y = merged.a(x)
-        assert error(y.mean((0, 2, 3)), merged.n1.running_mean) < 1e-12
-        assert error(y.var((0, 2, 3)), merged.n1.running_var) < 1e-12
-        y = merged.b(F.relu(merged.n1(y)))
-        assert error(y.mean((0, 2, 3)), merged.n2.running_mean) < 1e-12
-        assert error(y.var((0, 2, 3)), merged.n2.running_var) < 1e-12
-    assert merged.n1.momentum == 0.1
-    assert not merged.n1.training
-
-
-def test_bn_reaches_norms_in_leaves_in_functions_and_those_called_twice() -> None:
-    class Pair(nn.Sequential):
-        """A leaf to a tracer of the caller's."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.leaf = Pair(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.BatchNorm1d(6))
-            self.twice = nn.BatchNorm1d(6)
-            self.register_buffer("mean", torch.zeros(6))
-            self.register_buffer("var", torch.ones(6))
-            self.h = nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.leaf(x)
-            y = torch.relu(self.twice(y)) + self.twice(torch.tanh(y))
-            return self.h(F.batch_norm(y, self.mean, self.var))
-
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, m: nn.Module, name: str) -> bool:
-            return isinstance(m, Pair) or super().is_leaf_module(m, name)
-
-    torch.manual_seed(0)
-    pair = [Net().double().eval() for _ in range(2)]
-    x = torch.randn(40, 4).double()
-    merged = merge(pair, cut(x, 30, 10), repair="bn", tracer=Tracer())
-    with torch.no_grad():
-        y = merged.leaf[0](x)
-        assert error(y.mean(0), merged.leaf[1].running_mean) < 1e-12
-        y = F.relu(merged.leaf[1](y))
-        assert error(y.var(0), merged.leaf[3].running_var) < 1e-12
-        y = merged.leaf[3](y)
-        both = torch.cat([y, torch.tanh(y)])
-        assert error(both.mean(0), merged.twice.running_mean) < 1e-12
-        y = torch.relu(merged.twice(y)) + merged.twice(torch.tanh(y))
-        assert error(y.mean(0), merged.mean) < 1e-12
-        assert error(y.var(0), merged.var) < 1e-12
-
-
-def test_bn_without_any_norm_says_so() -> None:
-    torch.manual_seed(0)
-    pair = [nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)) for _ in range(2)]
-    notes = merge(pair, [(torch.randn(8, 4),)], repair="bn").meta["zipfx"].notes
-    assert any("has no BatchNorm" in note for note in notes)
 
 
 # ------------------------------------------------------------------ limits

@@ -4,67 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zipfx
 from tests.helpers.laws import error, heads_error, merge, permuted, run, running_modules, unharmed
 from tests.helpers.models import NETS, Net
+from tests.helpers.strangers import Images, images, moments, strangers
 from tests.laws.test_laws import Mlp, ResidualCnn, ResidualMlp, redundant
-from zipfx.observe.moments import Moments
 from zipfx.repair import batches as replay
 from zipfx.repair.layerwise import Refit
-from zipfx.repair.ridge import Missed, Normal, fit
-from zipfx.repair.targets import plan_targets
+from zipfx.repair.ridge import Normal
 
 UNCHANGED = 1e-9
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
-
-
-class Images(nn.Module):
-    """A residual stream with BatchNorm, a grouped and a depthwise convolution, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.b, self.bn1 = nn.Conv2d(8, 12, 3, 2, padding=1), nn.BatchNorm2d(12)
-        self.c, self.bn2 = nn.Conv2d(12, 8, 1, bias=False), nn.BatchNorm2d(8)
-        self.short = nn.Conv2d(8, 8, 1, 2)
-        self.d = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.up = nn.ConvTranspose2d(8, 6, 2, 2)
-        self.drop, self.h = nn.Dropout(0.5), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn(self.a(x)))
-        z = self.bn2(self.c(F.relu6(self.bn1(self.b(y)))))
-        y = F.relu(self.short(y) + z)
-        y = y + self.drop(self.d(y))
-        return self.h(torch.relu(self.up(y)).mean((2, 3)))
-
-
-def strangers(count: int = 2, cls: Any = Images) -> list[nn.Module]:
-    made = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        model = cls().double()
-        for m in model.modules():
-            if isinstance(m, nn.BatchNorm2d):
-                m.running_mean.normal_()
-                m.running_var.uniform_(0.5, 2)
-        made.append(model.eval())
-    return made
-
-
-def images(count: int, seed: int = 0, batch: int = 20) -> list[tuple[Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    every = torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return [(part,) for part in every.split(batch)]
 
 
 class Batches:
@@ -212,112 +169,6 @@ def test_with_data_of_its_own_each_head_is_fitted_on_its_task() -> None:
         assert error(best, merged(x)[k]) < UNCHANGED
 
 
-def moments(x: Tensor, y: Tensor, few: int) -> Moments:
-    found = Moments(few, x.shape[-1])
-    for a, b in zip(x.split(7, 1), y.split(7, 1), strict=True):
-        found.add(torch.cat([a, b], -1))
-    return found
-
-
-@pytest.mark.parametrize("few", [0, 1000])
-@pytest.mark.parametrize("samples", [5, 60])
-@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 10.0])
-def test_ridge_regression_is_that_of_the_books(few: int, samples: int, ridge: float) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, samples, 6).double() + 3
-    y = torch.randn(2, samples, 3).double() - 2
-    anchor = torch.randn(2, 3, 6).double()
-    index = torch.tensor([2, 0])
-    normal = Normal.of(moments(x, y, few), 6, index)
-    weight, bias = normal.solve(*normal.start(anchor[:, index]), ridge)
-    for g in range(2):
-        a, b = x[g] - x[g].mean(0), (y[g] - y[g].mean(0))[:, index]
-        drawn = anchor[g, index]
-        drawn = drawn * ((a @ drawn.T * b).sum(0) / (a @ drawn.T).square().sum(0))[:, None]
-        least = ridge * a.var(0, correction=0).mean() * samples
-        stacked = torch.cat([a, least.sqrt() * torch.eye(6).double()])
-        target = torch.cat([b, least.sqrt() * drawn.T])
-        expected = torch.linalg.lstsq(stacked, target).solution.T
-        assert torch.allclose(weight[g], expected, rtol=1e-7, atol=1e-9)
-        level = y[g].mean(0)[index] - expected @ x[g].mean(0)
-        assert torch.allclose(bias[g], level, rtol=1e-7, atol=1e-8)
-        output = x[g] @ weight[g].T + bias[g]
-        loss = (output - y[g][:, index]).square().mean(0)
-        assert torch.allclose(normal.loss((weight, bias))[g], loss, rtol=1e-8)
-
-
-@pytest.mark.parametrize("few", [0, 1000])
-def test_without_a_bias_nothing_is_centred(few: int) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(1, 50, 4).double() + 2, torch.randn(1, 50, 2).double() + 1
-    normal = Normal.of(moments(x, y, few), 4, torch.arange(2), centred=False)
-    weight, bias = normal.solve(*normal.start(torch.zeros(1, 2, 4).double()), 0.0)
-    assert not bias.any()
-    expected = torch.linalg.lstsq(x[0], y[0]).solution.T
-    assert torch.allclose(weight[0], expected, atol=1e-9)
-
-
-def test_moments_of_parts_are_those_of_the_whole() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 40, 5).double() * 3 + 100
-    for few in (0, 10, 25, 1000):
-        parts, firsts = ([Moments(few, n) for _ in range(3)] for n in (None, 2))
-        for part, first, piece in zip(parts, firsts, x.split([7, 20, 13], 1), strict=True):
-            for one in (part, first):
-                one.add(piece[:, :4])
-                one.add(piece[:, 4:])
-        both = parts[0].merged(parts[1]).merged(parts[2])
-        assert both.count == 40
-        assert torch.allclose(both.mean, x.mean(1))
-        expected = torch.stack([torch.cov(one.T, correction=0) for one in x])
-        assert torch.allclose(both.covariance(), expected)
-        assert torch.allclose(both.variance(), expected.diagonal(dim1=1, dim2=2))
-        some = firsts[0].merged(firsts[1]).merged(firsts[2])
-        assert torch.allclose(some.covariance(), expected[:, :2])
-        assert (both.samples is not None) == (few >= 40)
-
-
-@pytest.mark.parametrize("few", [0, 30])
-def test_samples_may_come_one_by_one(few: int) -> None:
-    """They wait for one another, also when their sum is asked for in between."""
-    torch.manual_seed(0)
-    x = torch.randn(70, 40).double() + 5
-    whole, single = Moments(few), Moments(few)
-    whole.add(x)
-    for i in range(70):
-        single.add(x[i : i + 1])
-        if i % 13 == 0:
-            assert torch.allclose(single.covariance(), torch.cov(x[: i + 1].T, correction=0))
-    assert torch.allclose(single.covariance(), whole.covariance())
-    assert torch.allclose(single.merged(whole).mean, x.mean(0))
-    assert single.samples is None
-
-
-def test_an_activation_s_flat_side_asks_for_nothing() -> None:
-    """Alternating: outputs that are on the flat side with their targets are left where they are."""
-    torch.manual_seed(0)
-    x, y = torch.randn(1, 400, 6).double(), torch.randn(1, 400, 3).double()
-    y[..., 0] = (x[..., 0] * 3).clamp(min=-0.1)  # beyond the bend anything is right
-    asked = [torch.ones(1, 3, dtype=torch.bool)]
-    start = torch.zeros(1, 3, 6).double(), torch.zeros(1, 3).double()
-    solution = fit([moments(x, y, 0)], [moments(x, y, 0)], 6, asked, start, (0.0,))
-
-    def loss(weights: tuple[Tensor, Tensor]) -> Tensor:
-        output = x @ weights[0].mT + weights[1].unsqueeze(1)
-        return (output.relu() - y.relu()).square().mean(1)[0]
-
-    losses = [loss(solution.weights)]
-    for _ in range(30):
-        missed = Missed(solution.parts[0].normal.x, 3)
-        output = x @ solution.weights[0].mT + solution.weights[1].unsqueeze(1)
-        eased = torch.where(y <= 0, output.clamp(max=0), y)
-        missed.add(x, eased - output)
-        solution = solution.corrected(start[0], [missed])
-        losses.append(loss(solution.weights))
-    assert float(losses[-1][0]) < 0.05 * float(losses[0][0])
-    assert all(float((b - a).max()) < 0.05 for a, b in itertools.pairwise(losses))
-
-
 # ------------------------------------------------------------------ in practice
 MATCHERS = ["identity", "permute", "zip", "optimal", "kmeans", "weights", "svd"]
 
@@ -357,25 +208,6 @@ def test_every_matcher_gets_better(matcher: str, cut: str | None, models: int) -
     assert found["refit"] < 0.8 * found["bn"]
 
 
-def test_the_sum_on_a_stream_makes_up_for_what_the_stream_has_lost() -> None:
-    """The layer before an addition knows the other part: with as many features as there are inputs
-    it can give the very sum that is wanted."""
-
-    class Stream(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.h = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.h(torch.relu(torch.tanh(self.a(x)) + self.b(x)))
-
-    models = strangers(2, Stream)
-    x = torch.randn(400, 4, dtype=torch.float64)
-    merged = merge(models, [(x,)], matcher="permute", repair=Refit(rounds=0))
-    name, *_ = [r for r in merged.meta["zipfx"].refits if r.name == "b"]
-    assert name.changed == 8  # alone it is linear in x, and nothing would change
-
-
 class Plain(nn.Module):
     """Two layers."""
 
@@ -396,40 +228,6 @@ def test_some_image_is_held_out_or_nothing_changes(count: int, repair: str) -> N
     zipped, refitted = (merge(models, data, repair=r) for r in ("none", repair))
     assert gap(models, refitted, fresh) < 2 * gap(models, zipped, fresh)
     assert count > 1 or not any(r.changed for r in refitted.meta["zipfx"].refits)
-
-
-@pytest.mark.parametrize("written", ["relu_", "module", "function", None])
-def test_a_stream_that_is_written_to_later_is_not_what_the_layer_knows(
-    written: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.h = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-            self.act = nn.ReLU(inplace=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            y = self.b(x)
-            if written == "relu_":
-                x.relu_()
-            elif written == "module":
-                self.act(x)
-            elif written == "function":
-                F.relu(x, inplace=True)
-            return self.h(y + x)
-
-    stage, steps = sys.modules["zipfx.repair.layerwise"], []
-
-    def spy(*arguments: Any) -> Any:
-        found = plan_targets(*arguments)
-        steps.extend(found[0])
-        return found
-
-    monkeypatch.setattr(stage, "plan_targets", spy)
-    merge(strangers(2, Late), [(torch.randn(90, 4).double(),)], repair="refit")
-    (step,) = [s for s in steps if s.node.target == "b"]
-    assert (step.skip is None) == (written is not None)
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])

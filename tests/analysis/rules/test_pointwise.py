@@ -165,3 +165,44 @@ def test_a_diagonal_that_is_overwritten() -> None:
     model = Net(forward, a=nn.Linear(5, 8), h=nn.Linear(8, 3), w=parameter(8, 8))
     law1(model, 6, 5)
     assert sizes(model, data(6, 5)) == [(8, ())]
+
+
+# ------------------------------------------------- law 1: features of two blocks become one feature
+def test_blocks_that_are_subtracted() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).view(-1, 3, 2, 4).tanh().sum(-1)
+        return s.h(y[:, :, 0] - y[:, :, 1])
+
+    law1(Net(forward, a=nn.Linear(5, 24), h=nn.Linear(3, 2)), 5)
+
+
+def test_halves_of_blocks_are_multiplied() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x).view(-1, 6, 4).tanh().sum(-1)
+        return s.h(y[:, :3] * y[:, 3:])
+
+    law1(Net(forward, a=nn.Linear(5, 24), h=nn.Linear(3, 2)), 5)
+
+
+def test_grid_of_gates_that_alternate_on_one_axis() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        gates = s.g(x)
+        y = s.a(x).view(-1, 3, 3).tanh()
+        return s.h((y * gates[:, ::2, None] * gates[:, None, 1::2]).flatten(1))
+
+    model = Net(forward, g=nn.Linear(5, 6), a=nn.Linear(5, 9), h=nn.Linear(9, 2))
+    assert sizes(model, data(5)) == [(3, ()), (3, ())]
+
+
+# ------------------------------------------------- law 1: the same features at several places
+def test_mirrored_features_that_meet_alternating_constants() -> None:
+    """Which of the two features that the mirror ties meets which constant is part of the tie."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        mirrored = (y.flip(1) + 0.5 * y) * torch.tensor([0.5, 1.5] * 4, dtype=y.dtype)
+        return s.h(mirrored) + y @ s.w  # w comes first: it was numbered by position alone
+
+    model = Net(forward, w=parameter(8, 3), a=nn.Linear(4, 8), h=nn.Linear(8, 3))
+    law1(model, 4)
+    assert sizes(model, data(4)) == [(4, ())]

@@ -1,4 +1,4 @@
-"""Models and inputs at the edge: an empty space map, or an error that says why."""
+"""What an analysis finds where little can be exchanged."""
 
 from __future__ import annotations
 
@@ -59,18 +59,6 @@ def test_nothing_to_exchange_is_an_empty_map(forward: Any, inputs: Any) -> None:
     assert spaces_of(Forward(forward), inputs) == []
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def test_inputs_of_other_kinds_are_fine_where_the_model_takes_them() -> None:
-    embedded = nn.Sequential(nn.Embedding(5, 8), nn.ReLU(), nn.Linear(8, 2))
-    assert spaces_of(embedded, torch.arange(4)) == [8]
-    assert spaces_of(embedded, torch.tensor(3)) == [8]  # a scalar
-    assert spaces_of(mlp(), torch.randn(3)) == [8]  # no batch
-    assert spaces_of(mlp(), torch.randn(0, 3)) == [8]  # an empty one
-
-
 @dataclass(frozen=True)
 class Pair:
     """Of tensors, as an input or an output."""
@@ -115,6 +103,18 @@ def test_outputs_keep_their_type_and_are_pinned(wrap: Any, get: Any, partial: st
     assert torch.allclose(get(found), get(model(x)))
 
 
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_inputs_of_other_kinds_are_fine_where_the_model_takes_them() -> None:
+    embedded = nn.Sequential(nn.Embedding(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert spaces_of(embedded, torch.arange(4)) == [8]
+    assert spaces_of(embedded, torch.tensor(3)) == [8]  # a scalar
+    assert spaces_of(mlp(), torch.randn(3)) == [8]  # no batch
+    assert spaces_of(mlp(), torch.randn(0, 3)) == [8]  # an empty one
+
+
 def test_a_dataclass_as_input() -> None:
     def forward(m: Any, pair: Pair) -> Tensor:
         return m.net(pair.first.add_(pair.second))
@@ -157,7 +157,7 @@ def test_a_model_for_single_samples() -> None:
     with pytest.raises(ZipError, match=r"one sample at a time, please\. Move"):
         zipfx.analyze(model, torch.randn(2, 3))
     says = (
-        r"can not trace Forward at .*test_inputs\.py:\d+ \(raise ValueError.*one sample at a time"
+        r"can not trace Forward at .*test_analysis\.py:\d+ \(raise ValueError.*one sample at a time"
     )
     with pytest.raises(ZipError, match=says):
         zipfx.zip([model, Forward(single, net=mlp())], [torch.randn(4, 3)], progress=False)
@@ -217,7 +217,9 @@ def test_inputs_that_the_model_does_not_take(inputs: Any, says: str) -> None:
 )
 def test_what_depends_on_data_is_refused_by_name(forward: Any, node: str) -> None:
     model = Forward(forward, net=mlp())
-    says = rf"can not trace Forward at .*test_inputs\.py:\d+ \(.*\): Python needs the {node}, which"
+    says = (
+        rf"can not trace Forward at .*test_analysis\.py:\d+ \(.*\): Python needs the {node}, which"
+    )
     with pytest.raises(ZipError, match=says + " depends on the data of a tensor"):
         spaces_of(model, torch.randn(2, 3))
 
