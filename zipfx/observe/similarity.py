@@ -32,8 +32,11 @@ def cosine(mean: Tensor, covariance: Tensor, constant: Tensor) -> Tensor:
     diagonal where a feature is always 0."""
     length = torch.hypot(covariance.diagonal().sqrt(), mean)
     length = torch.where(length == 0, torch.inf, length)
-    result = _scaled(covariance, length)
-    return result.addr_(*[mean / length] * 2).clamp_(-1, 1).fill_diagonal_(1)
+    result, unit = _scaled(covariance, length), mean / length
+    for rows in torch.arange(len(unit), device=unit.device).split(_ROWS):
+        # a product, then a sum: `addr_` rounds once in some places, so that (i, j) is not (j, i)
+        result[rows] += torch.outer(unit[rows], unit)
+    return result.clamp_(-1, 1).fill_diagonal_(1)
 
 
 def relative_covariance(mean: Tensor, covariance: Tensor, constant: Tensor) -> Tensor:
