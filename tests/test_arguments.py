@@ -48,7 +48,11 @@ def test_a_repair_has_a_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "kind", "name"),
-    [(Refit(), Refit, "refit"), (NoRepair(), NoRepair, "none"), (own_repair, OwnRepair, f"{__name__}.own_repair")],
+    [
+        (Refit(), Refit, "refit"),
+        (NoRepair(), NoRepair, "none"),
+        (own_repair, OwnRepair, f"{__name__}.own_repair"),
+    ],
 )
 def test_or_is_a_callable(given: Any, kind: type[Repair], name: str) -> None:
     found = job(repair=given)

@@ -1,4 +1,4 @@
-"""Hashes of arrays: the same for the same values, another for any other, and spread over 64 bits."""
+"""Hashes: the same for the same values, another for any other, and spread over 64 bits."""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ def test_a_guess_leaves_the_model_and_its_statistics_alone() -> None:
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("model", "tried"), [(Closed(), r"\(2, 3\), \(2, 16, 3\)"), (Masked(), "")])
+@pytest.mark.parametrize(
+    ("model", "tried"), [(Closed(), r"\(2, 3\), \(2, 16, 3\)"), (Masked(), "")]
+)
 def test_where_no_guess_works_inputs_are_asked_for(model: nn.Module, tried: str) -> None:
     with pytest.raises(ZipError, match=rf"takes none of the shapes \[{tried}\]; pass example_in"):
         guessed_input(model)

@@ -1,4 +1,4 @@
-"""Similarities of features: those of textbooks where features vary, and a rule where they do not."""
+"""Similarities: those of textbooks where features vary, and a rule where they do not."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def test_placeholders_are_the_inputs_in_order_then_their_defaults() -> None:
         ("get_attr", "weight", (), ROOT.weight.detach()),
     ],
 )
-def test_every_kind_of_node_is_computed(kind: str, target: Any, args: Any, expected: Tensor) -> None:
+def test_every_kind_of_node_is_computed(
+    kind: str, target: Any, args: Any, expected: Tensor
+) -> None:
     found = known(target, *args, kind=kind, used=())
     assert torch.equal(found.value, expected)
     assert not found.given  # nothing that it reads comes from the inputs
