@@ -247,6 +247,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(lines[len(comments) :]))
 
 
+@pytest.mark.slow
 def test_the_table_has_every_row_as_markdown_csv_and_plots(
     cifar: Path, pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ def test_the_table_has_every_row_as_markdown_csv_and_plots(
             assert picture.info["Description"].startswith("- command: ")
 
 
+@pytest.mark.slow
 def test_sweeps_write_a_table_csv_and_plot_each(
     cifar: Path, pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +300,7 @@ def test_sweeps_write_a_table_csv_and_plot_each(
     assert (tmp_path / "sweeps_width.png").exists()
 
 
+@pytest.mark.slow
 def test_repairs_are_compared_with_data_for_all_and_for_each(
     cifar: Path, pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +350,7 @@ def test_a_matcher_that_fails_leaves_a_row_without_numbers(cifar: Path, tmp_path
     assert "No numbers for too large: " in table
 
 
+@pytest.mark.slow
 def test_architectures_go_on_where_they_were_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +370,7 @@ def test_architectures_go_on_where_they_were_stopped(
     assert table[0] == table[1]
 
 
+@pytest.mark.slow
 def test_several_models_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     network, train = several.digits.Network, several.digits.train
     monkeypatch.setattr(several.digits, "Network", lambda: network(8))

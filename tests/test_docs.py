@@ -51,6 +51,7 @@ def test_the_rooms_are_drawn_as_they_are() -> None:
     assert rooms().drawn(page) == page, "run: python docs/rooms.py"
 
 
+@pytest.mark.slow
 def test_the_path_of_two_models_is_what_happens() -> None:
     page = ROOT / "docs" / "architecture.md"
     shown = "\n".join(blocks(page, "pycon"))
@@ -94,6 +95,7 @@ def drawn_names(page: Path) -> set[str]:
     return {name for part in drawn for name in FILE.findall(part[0])}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("file", NAMED, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_files_begin_with_their_names(file: Path) -> None:
     name = (file.parent if file.name == "__init__.py" else file).stem

@@ -138,6 +138,7 @@ def test_orders_of_the_wrong_kind(order: Any) -> None:
         spaces.permuted(model, [order])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layers_without_features() -> None:
     """There is nothing to solve for."""

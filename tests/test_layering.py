@@ -69,6 +69,7 @@ def test_every_room_has_its_place() -> None:
     assert len([folder for folder in FOLDERS if folder.parent == PACKAGE]) <= MOST_ROOMS
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_imports_come_from_earlier_rooms(file: Path) -> None:
     own = room_of(name_of(file))
@@ -87,6 +88,7 @@ def test_imports_do_not_go_in_circles() -> None:
     assert list(networkx.simple_cycles(graph)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_rooms_hand_out_what_others_use(folder: Path) -> None:
     name = name_of(folder / "__init__.py")
@@ -108,6 +110,7 @@ def test_folders_can_be_overseen(folder: Path) -> None:
     assert len([f for f in folder.glob("*.py") if f.name != "__init__.py"]) <= MOST_FILES
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_files_and_classes_can_be_read_in_one_sitting(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE

@@ -141,6 +141,7 @@ def settings() -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("partial", [None, "n"])
 @pytest.mark.parametrize("name", MODES)
@@ -167,6 +168,7 @@ def test_the_same_merge_inside_as_outside(name: str, partial: str | None) -> Non
     merged(data[0])[0].sum().backward()  # can be trained
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODES)
 def test_so_does_everything_else(name: str, tmp_path: Path) -> None:
     if "anomaly" in name:
@@ -192,6 +194,7 @@ def test_so_does_everything_else(name: str, tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_what_was_made_in_inference_mode() -> None:
     expected = zipfx.zip(pair(), images(), progress=False)
     with torch.inference_mode():
@@ -266,6 +269,7 @@ def test_calls_may_be_nested() -> None:
         torch.ones(2)
 
 
+@pytest.mark.slow
 def test_threads_wait_for_each_other() -> None:
     """Tracing replaces what is there for all threads."""
     expected = zipfx.zip(pair(), images(), progress=False).state_dict()

@@ -29,6 +29,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-12 * b.abs().max())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "0", "1", "3", "6"])
 def test_three_permuted_copies_are_one(partial: str | None) -> None:
     model, data = network(4, 0), images(4)
@@ -51,6 +52,7 @@ def test_heads_may_differ() -> None:
     assert [tuple(zipfx.head(merged, k)(x).shape) for k in (0, 1)] == [(16, 4), (16, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["classifier", "segmenter"])
 def test_a_segmenter_and_a_classifier_share_a_trunk(first: str) -> None:
     # over 10 s on a busy machine: two ResNet-50 are traced, verified and merged

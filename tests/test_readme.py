@@ -13,6 +13,7 @@ import pytest
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
+@pytest.mark.slow
 def test_python_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # over 10 s: it zips a pair of ResNet-18 several times

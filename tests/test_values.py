@@ -71,6 +71,7 @@ VALUES: dict[type, tuple[Any, Any]] = {
         lambda: zipfx.Refitted("0", 1.0, 0.5, 0.1, 2, 3),
     ),
     zipfx.Refit: (zipfx.Refit, lambda: zipfx.Refit(rounds=2)),
+    zipfx.Export: (zipfx.Export, lambda: zipfx.Export(({0: 4},))),
     zipfx.Zip: (zipfx.Zip, lambda: zipfx.Zip(alpha=0.1)),
     zipfx.Permute: (zipfx.Permute, lambda: zipfx.Permute(ridge=0.1)),
     zipfx.Optimal: (zipfx.Optimal, lambda: zipfx.Optimal(ridge=0.1)),
@@ -86,6 +87,7 @@ def test_every_public_dataclass_is_tested_here() -> None:
     assert {kind for kind in public if dataclasses.is_dataclass(kind)} == set(VALUES)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
 def test_public_values_are_equal_by_what_they_hold(kind: type) -> None:
     make, other = VALUES[kind]
@@ -211,6 +213,7 @@ zipfx.save(zipfx.zip(models, [x], matcher=Matcher(), progress=False), sys.argv[1
 """
 
 
+@pytest.mark.slow
 def test_equal_merges_of_two_processes_are_equal_files(tmp_path: Any) -> None:
     files = [tmp_path / "one", tmp_path / "two"]
     for i, file in enumerate(files):

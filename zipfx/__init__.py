@@ -32,10 +32,12 @@ from zipfx.observe import Statistics
 from zipfx.pipeline import zip
 from zipfx.repair import Refit, Refitted
 from zipfx.report import Report, load, save
+from zipfx.trace import Export
 from zipfx.version import __version__
 
 __all__ = [
     "Axis",
+    "Export",
     "Identity",
     "KMeans",
     "LinearMerge",

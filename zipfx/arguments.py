@@ -16,6 +16,7 @@ from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import check_models
 from zipfx.observe import PLACES, BatchToArgs, Calibration, Choose, calibration
 from zipfx.repair import REPAIRS, NoRepair, OwnRepair, Refit, Repair
+from zipfx.trace import Front, FrontName, front_of, unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Job:
     choose: Choose
     example_inputs: Any
     tracer: fx.Tracer | None
+    front: FrontName | Front
     home: torch.device
     device: torch.device
     verify: bool
@@ -57,6 +59,7 @@ class Job:
         seed: int,
         batch_to_args: BatchToArgs | None,
         tracer: fx.Tracer | None,
+        front: str | Front,
         verify: bool,
         places: str,
     ) -> Job:
@@ -70,6 +73,7 @@ class Job:
         repairing, name = _repair(repair, calib_loader is None)
         if not isinstance(places, str) or places not in PLACES:
             raise ZipError(f"places={places!r} is unknown; choose one of {list(PLACES)}")
+        models = unwrapped(models)
         check_models(models)
         verify, progress = flag("verify", verify), flag("progress", progress)
         if partial is not None and not isinstance(partial, str):
@@ -87,7 +91,7 @@ class Job:
             data = calibration(calib_loader, len(models), batch_to_args, max_samples, away)
         return cls(
             models, data, partial, merging, repairing, name, PLACES[places], example_inputs,
-            tracer, home, away, verify, progress, seed,
+            tracer, front_of(front), home, away, verify, progress, seed,
         )  # fmt: skip
 
     @property

@@ -26,7 +26,7 @@ from zipfx.observe import (
 )
 from zipfx.repair import Repair, Repaired
 from zipfx.report import Done, Report, Stages, count_flops
-from zipfx.trace import KEY, TracedModels, correspond, trace_all
+from zipfx.trace import KEY, Front, TracedModels, correspond, trace_all
 
 
 @own_modes()
@@ -44,6 +44,7 @@ def zip(
     seed: int = 0,
     batch_to_args: BatchToArgs | None = None,
     tracer: fx.Tracer | None = None,
+    front: str | Front = "auto",
     verify: bool = True,
     places: str = "source",
 ) -> fx.GraphModule:
@@ -78,6 +79,9 @@ def zip(
         seed: of everything random; the caller's generators are restored afterwards.
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
+        front: what makes graphs of the models: "symbolic" (torch.fx, which keeps modules), "export"
+            (torch.export; also a `zipfx.Export` with settings), "auto" (the second where the first
+            fails), or a function of your own (`zipfx.trace.Front`).
         verify: check the analysis numerically (see `analyze`).
         places: where a space is observed: "source" (wherever a weight reads it, and before the
             activation of the last read; the best on real pairs, see benchmarks/places.py), "last"
@@ -108,7 +112,8 @@ def zip(
     job = Job.of(
         models, calib_loader, partial=partial, matcher=matcher, repair=repair,
         example_inputs=example_inputs, max_samples=max_samples, device=device, progress=progress,
-        seed=seed, batch_to_args=batch_to_args, tracer=tracer, verify=verify, places=places,
+        seed=seed, batch_to_args=batch_to_args, tracer=tracer, front=front, verify=verify,
+        places=places,
     )  # fmt: skip
     stages = Stages(job.device)
     with fixed_randomness(job.seed), torch.no_grad():
@@ -138,7 +143,7 @@ def zip(
 def _traced(job: Job, example: Example) -> TracedModels:
     return trace_all(
         job.models, example.inputs, example.by_name, example.given,
-        partial=job.partial, tracer=job.tracer, device=job.device, home=job.home,
+        partial=job.partial, tracer=job.tracer, front=job.front, device=job.device, home=job.home,
     )  # fmt: skip
 
 

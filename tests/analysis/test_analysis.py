@@ -78,6 +78,7 @@ class Named(OrderedDict[str, Any]):
         self.update({k: v for k, v in vars(self).items() if v is not None})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("wrap", "get"),
     [
@@ -239,6 +240,7 @@ class Optional(nn.Module):
         return self.h(torch.relu(self.a(x)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["none", "bn", "affine", "refit"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_all_batches_give_the_same_arguments(repair: str, turned: bool) -> None:

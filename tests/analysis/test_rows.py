@@ -89,6 +89,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], list[tuple[Any, ...]], set[str]]]
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["none", "bn", "refit"])
 @pytest.mark.parametrize("matcher", ["permute", "zip", "weights", "identity", "optimal"])
 @pytest.mark.parametrize("name", NETS)
@@ -110,6 +111,7 @@ def test_strangers_are_merged_and_it_is_said_how(name: str, matcher: str, repair
         assert "h" in refitted or name == "dropped"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("matcher", ["permute", "weights"])
 @pytest.mark.parametrize("name", NETS)
 def test_law_3(name: str, matcher: str) -> None:

@@ -86,6 +86,7 @@ def axes(spaces: zipfx.SpaceMap) -> list[Any]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_torch_have_the_spaces_of_longer_sequences(name: str) -> None:
     model, long = LAYERS[name](), data(5, 4, seed=1, batch=8)
@@ -97,6 +98,7 @@ def test_layers_of_torch_have_the_spaces_of_longer_sequences(name: str) -> None:
     assert error(model(long), twin(long)) < EXACT
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "partial"),
     [(name, cut) for name in LAYERS for cut in (None, "a", *([] if "packed" in name else ["g"]))],
@@ -200,6 +202,7 @@ CELLS: dict[str, Callable[[], Net]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*TORCH_CELLS, *CELLS])
 @pytest.mark.filterwarnings("ignore")
 def test_cells_in_a_loop(name: str) -> None:

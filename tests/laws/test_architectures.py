@@ -26,6 +26,7 @@ HEAVY = ("vgg11_bn", "alexnet")  # three layers with 60 to 130 million weights
 
 
 # vgg11_bn takes over 10 s: 133 million weights in float64 are permuted
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_law_1(name: str) -> None:
     model, x = architectures.build(name), architectures.images(name, 2, size=32)
@@ -37,6 +38,7 @@ def test_law_1(name: str) -> None:
     assert not architectures.pinned_axes(spaces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in HEAVY])
 def test_law_2(name: str) -> None:
     model = architectures.build(name, torch.float32)
@@ -48,6 +50,7 @@ def test_law_2(name: str) -> None:
     assert error(run(model, (x,)), run(merged, (x,))) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["resnet18", "squeezenet1_1", "mnasnet0_5", "mobilenet_v3_small", "googlenet", "swin_t"]
 )
@@ -72,6 +75,7 @@ LAW_3 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "count", "cut"), LAW_3)
 def test_law_3(name: str, size: int, count: int, cut: str | None) -> None:
     model, x = architectures.build(name), architectures.images(name, count, size)
@@ -87,6 +91,7 @@ def test_law_3(name: str, size: int, count: int, cut: str | None) -> None:
         assert not merged.meta["zipfx"].unmerges or "mobilenet" in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["resnext50_32x4d", "regnet_y_400mf", "shufflenet_v2_x0_5", "vit_b_32", "swin_t", "swin_v2_t"],
@@ -106,6 +111,7 @@ def cifar_images(count: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed)).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "bn1", "layer1", "layer2.0", "layer2.1.conv1", "layer3"])
 @pytest.mark.parametrize("shortcut", ["conv", "pad"])
 def test_cifar_resnets_keep_the_laws(shortcut: zoo.Shortcut, cut: str | None) -> None:
@@ -128,6 +134,7 @@ def test_cifar_resnets_keep_the_laws(shortcut: zoo.Shortcut, cut: str | None) ->
 CHECKPOINTS = ("cifar10_resnet20_a", "cifar10_ce_w1_a", "cifar10_text_w2_b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "layer2"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_real_checkpoints_keep_the_laws(name: str, cut: str | None) -> None:

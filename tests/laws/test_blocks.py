@@ -61,6 +61,7 @@ def test_complex_rotary_embedding() -> None:
 
 
 # -------------------------------------- law 3: a value's copies lie in another order in every model
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "repeat",
     [lambda t: t.repeat_interleave(2, 1), lambda t: t.repeat(1, 2, 1, 1)],
@@ -76,6 +77,7 @@ def test_merge_of_grouped_queries(repeat: Callable[[Tensor], Tensor]) -> None:
     law3(Net(forward, **parts, o=nn.Linear(16, 3)), 5, 8)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(12))
 def test_merge_of_the_case_of_grouped_queries(seed: int) -> None:
     case = CASES["grouped queries"]

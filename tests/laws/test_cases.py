@@ -96,6 +96,7 @@ def test_spaces_are_spaces_and_traps_are_traps(name: str) -> None:
             assert (error(expected, run(twin, inputs)) < EXACT) == kept, text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_ground_truth(name: str) -> None:
     model, inputs, found = fetch(name)
@@ -106,6 +107,7 @@ def test_ground_truth(name: str) -> None:
         assert any(contains(own, true) for own in ours), (space, found.right)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
     model, inputs, _ = fetch(name)
@@ -116,6 +118,7 @@ def test_law_1_holds_so_that_no_trap_is_taken(name: str) -> None:
         assert error(expected, run(twin, inputs)) < EXACT
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_no_trap_is_a_space(name: str) -> None:
     """A trap is a grouping that changes the function; one that lies in a space would do so."""
@@ -126,6 +129,7 @@ def test_no_trap_is_a_space(name: str) -> None:
         assert moved(axes, size) not in ours
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_law_3(name: str) -> None:
     model, inputs, _ = fetch(name)

@@ -111,6 +111,7 @@ MAKERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cut", [None, "a", "b", "c", "h"])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
@@ -158,6 +159,7 @@ class Initial(nn.Module):
         return self.h(y)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["state", "eye", "weight", "einsum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_of_the_default_dtype(how: str, dtype: torch.dtype) -> None:

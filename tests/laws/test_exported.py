@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 import zipfx
 from tests.helpers.laws import error
@@ -55,6 +56,7 @@ def flat(found: dict[str, Any]) -> list[Tensor]:
     return [found["logits"], found["all"][0], found["all"][1][0]]
 
 
+@pytest.mark.slow
 def test_called_as_they_are(tmp_path: Path) -> None:
     models, data = [exported(0), exported(1)], [inputs(k) for k in range(4)]
     merged: Any = zipfx.zip(models, data, progress=False)
@@ -94,9 +96,35 @@ class Named(Net):
         return Pair(found["logits"], shift)
 
 
+def test_named_tuples_are_given_back_as_such() -> None:
+    models, data = [exported(0, Named), exported(1, Named)], [inputs(k) for k in range(4)]
+    merged: Any = zipfx.zip(models, data, progress=False)
+    x = data[0]
+    found = merged(x["images"], x["more"], x["shift"])
+    assert type(found) is Pair
+    assert torch.equal(found.b, x["shift"])
+    assert found.a.shape == (16, 3)
+
+
+class Odd:
+    """A container that can not be made of what it holds."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.both = [a, b]
+
+
+class Other(Net):
+    def forward(self, images: Any, more: Any, *, shift: Tensor) -> Any:
+        return Odd(super().forward(images, more, shift=shift)["logits"], shift)
+
+
 def test_other_containers() -> None:
-    models = [exported(0, Named), exported(1, Named)]
-    with pytest.raises(zipfx.ZipError, match=r"the output of GraphModule holds a Pair, which no"):
+    register_pytree_node(
+        Odd, lambda x: (x.both, "no names"), lambda parts, _: Odd(*parts),
+        serialized_type_name="tests.Odd",
+    )  # fmt: skip
+    models = [exported(0, Other), exported(1, Other)]
+    with pytest.raises(zipfx.ZipError, match=r"the output of GraphModule holds a Odd, which no"):
         zipfx.zip(models, [inputs(0)], progress=False)
 
 

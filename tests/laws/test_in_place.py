@@ -102,6 +102,7 @@ CUTS: dict[type[Parts], list[str | None]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("net", "cut"), [(net, cut) for net, cuts in CUTS.items() for cut in cuts])
 def test_a_permuted_copy_zips_to_the_model(net: type[Parts], cut: str | None) -> None:
     torch.manual_seed(0)

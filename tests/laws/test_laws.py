@@ -31,6 +31,7 @@ EVERY_CUT = [(n, cut) for n in NETS.values() for cut in running_modules(n.make()
 
 
 # ------------------------------------------------------------------ law 1: permutations
+@pytest.mark.sweep
 @all_nets
 def test_law_1_permuting_every_space_leaves_the_function_unchanged(net: Net) -> None:
     model, x = net.build(), net.inputs(4)
@@ -40,12 +41,14 @@ def test_law_1_permuting_every_space_leaves_the_function_unchanged(net: Net) -> 
         assert error(run(model, x), run(other, x)) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 def test_the_spaces_have_the_sizes_they_should(net: Net) -> None:
     spaces = zipfx.analyze(net.build(), net.inputs(2))
     assert tuple(sorted(s.size for s in spaces)) == net.sizes
 
 
+@pytest.mark.sweep
 @all_nets
 def test_a_swap_in_any_space_moves_parameters(net: Net) -> None:
     model = net.build()
@@ -59,6 +62,7 @@ def test_a_swap_in_any_space_moves_parameters(net: Net) -> None:
 
 
 # ------------------------------------------------------------------ law 2: maximality
+@pytest.mark.sweep
 @all_nets
 def test_law_2_a_full_zip_of_copies_has_the_parameters_of_one(net: Net) -> None:
     model, x = net.build(), net.inputs(4)
@@ -68,6 +72,7 @@ def test_law_2_a_full_zip_of_copies_has_the_parameters_of_one(net: Net) -> None:
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 def test_law_2_a_zip_of_three_copies_by_identity_is_the_model(net: Net) -> None:
     model, x = net.build(), net.inputs(4)
@@ -78,6 +83,7 @@ def test_law_2_a_zip_of_three_copies_by_identity_is_the_model(net: Net) -> None:
 
 
 # ------------------------------------------------------------------ law 3: permuted copies
+@pytest.mark.sweep
 @all_nets
 def test_law_3_full_zip_of_a_permuted_copy_is_the_model(net: Net) -> None:
     model, x = net.build(), net.inputs(8)
@@ -85,6 +91,7 @@ def test_law_3_full_zip_of_a_permuted_copy_is_the_model(net: Net) -> None:
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 @pytest.mark.parametrize("matcher", ["zip", zipfx.Zip(alpha=1, beta=0)], ids=str)
 def test_law_3_holds_for_the_zip_matcher(net: Net, matcher: Any) -> None:
@@ -93,6 +100,7 @@ def test_law_3_holds_for_the_zip_matcher(net: Net, matcher: Any) -> None:
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 @pytest.mark.parametrize("matcher", ["permute", "zip"])
 def test_law_3_holds_for_three_models(net: Net, matcher: str) -> None:
@@ -110,6 +118,7 @@ def test_law_3_holds_for_eight_models(matcher: str) -> None:
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("net", "cut"), EVERY_CUT, ids=[f"{n.name}-{c}" for n, c in EVERY_CUT])
 def test_law_3_at_every_cut_each_head_is_the_model(net: Net, cut: str) -> None:
     model, x = net.build(), net.inputs(8)
@@ -119,6 +128,7 @@ def test_law_3_at_every_cut_each_head_is_the_model(net: Net, cut: str) -> None:
     assert heads_error(merged, [expected, expected], x) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 @pytest.mark.parametrize("places", ["reads", "source", "all"])
 def test_law_3_holds_wherever_a_space_is_observed(net: Net, places: str) -> None:
@@ -127,6 +137,7 @@ def test_law_3_holds_wherever_a_space_is_observed(net: Net, places: str) -> None
     assert error(run(model, x), run(merged, x)) < EXACT
 
 
+@pytest.mark.sweep
 @all_nets
 def test_law_3_in_float32_to_rounding(net: Net) -> None:
     kind = torch.float32
@@ -135,6 +146,7 @@ def test_law_3_in_float32_to_rounding(net: Net) -> None:
     assert error(run(model, x), run(merged, x)) < 1e-5
 
 
+@pytest.mark.sweep
 @all_nets
 def test_different_models_keep_their_heads_apart(net: Net) -> None:
     models, x = [net.build(seed=s) for s in (0, 1)], net.inputs(8)
@@ -148,6 +160,7 @@ def test_different_models_keep_their_heads_apart(net: Net) -> None:
     assert error(heads[0], heads[1]) > 1e-3
 
 
+@pytest.mark.sweep
 @all_nets
 def test_the_example_is_left_alone_and_the_sizes_are_right(net: Net) -> None:
     model, x = net.build(), net.inputs(8)
@@ -272,6 +285,7 @@ def redundant(cls: Any, models: int) -> list[nn.Module]:
     return made
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("alpha", [0.3, 1])
 @pytest.mark.parametrize("models", [2, 3])
 @pytest.mark.parametrize("cls", [Mlp, ResidualMlp, ResidualCnn], ids=lambda c: c.__name__)
@@ -294,6 +308,7 @@ def test_law_4_redundant_models_are_merged_without_loss(
 
 
 # ------------------------------------------------------------------ law 5: equivariance
+@pytest.mark.sweep
 @all_nets
 @pytest.mark.parametrize("matcher", ["zip", "permute"])
 def test_law_5_permuting_a_model_beforehand_changes_nothing(net: Net, matcher: str) -> None:
@@ -304,6 +319,7 @@ def test_law_5_permuting_a_model_beforehand_changes_nothing(net: Net, matcher: s
     assert error(run(before, x), run(after, x)) < 1e-10
 
 
+@pytest.mark.sweep
 @all_nets
 def test_law_5_the_cut_into_batches_does_not_matter(net: Net) -> None:
     a, b, x = net.build(0), net.build(1), net.inputs(8)
@@ -340,6 +356,7 @@ def prepared(net: Net) -> list[nn.Module]:
     return models
 
 
+@pytest.mark.sweep
 @all_nets
 @pytest.mark.parametrize("partial", [False, True], ids=["full", "partial"])
 def test_law_6_models_data_and_random_states_are_the_same_bytes(net: Net, partial: bool) -> None:
@@ -352,6 +369,7 @@ def test_law_6_models_data_and_random_states_are_the_same_bytes(net: Net, partia
     assert error(before, data) == 0
 
 
+@pytest.mark.sweep
 @all_nets
 def test_law_6_analyze_and_permuted_leave_the_model_unchanged(net: Net) -> None:
     model = prepared(net)[0]

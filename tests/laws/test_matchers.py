@@ -19,6 +19,7 @@ POINTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("matcher", POINTS, ids=repr)
 @pytest.mark.parametrize("name", KINDS)
 def test_permuted_copies_are_merged_without_loss(name: str, matcher: zipfx.Matcher) -> None:

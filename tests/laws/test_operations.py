@@ -112,6 +112,7 @@ def unknown(model: nn.Module, x: Tensor) -> list[str]:
     return [p.reason for p in pinned if "not understood" in p.reason]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TOKENS)
 def test_operations_on_tokens(name: str) -> None:
     model, x = of_tokens(TOKENS[name]), data(6, 5)
@@ -124,6 +125,7 @@ def test_operations_on_tokens(name: str) -> None:
         assert torch.allclose(model(batch), twin(batch), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", IMAGES)
 def test_operations_on_images(name: str) -> None:
     ndim, function = IMAGES[name]

@@ -53,6 +53,7 @@ PROFILE = settings.get_profile(os.environ.get("ZIPFX_PROFILE", "ci"))
 
 
 # About a minute: 200 networks, each analysed, permuted, and merged once or twice.
+@pytest.mark.slow
 @settings(PROFILE)
 @given(examples())
 def test_every_law_holds_on_random_networks(example: Example) -> None:
@@ -61,6 +62,7 @@ def test_every_law_holds_on_random_networks(example: Example) -> None:
 
 
 # About a minute and a half: 300 networks that have nothing in common.
+@pytest.mark.slow
 def test_every_law_holds_on_independent_networks() -> None:
     counts = Counter(holds(independent(seed)) for seed in range(300))
     assert counts["zero"] < 10, counts
@@ -94,6 +96,7 @@ def _found(plan: Plan) -> list[str]:
     return [*sorted(map(told, spaces)), *sorted(map(str, spaces.pinned))]
 
 
+@pytest.mark.slow
 def test_members_that_are_told_again_say_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     used = 0
 
@@ -155,6 +158,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 # Up to half a minute each: hundreds of networks until one fails, and a hundred to make it small.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_rule_is_found_and_made_small(name: str) -> None:
     owner, attribute, broken = MUTANTS[name]
@@ -181,6 +185,7 @@ def fails(plan: Plan) -> bool:
 
 
 # ------------------------------------------------------------------ the strategy itself
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("layout", INPUTS)
 def test_every_variant_of_every_step_is_a_network_that_runs(name: str, layout: str) -> None:
@@ -196,6 +201,7 @@ def test_every_variant_of_every_step_is_a_network_that_runs(name: str, layout: s
     assert {operation(n) for n, _ in net.build().named_parameters()} <= {*OPS, "stem", "head"}
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=100)
 @given(plans())
 def test_a_plan_is_one_network_that_can_be_traced(plan: Plan) -> None:

@@ -52,6 +52,7 @@ def check(merged: nn.Module, inputs: Sequence[Any]) -> None:
 NOT_SCRIPTED = ("UpsampleNearest", "Experts")  # arguments that TorchScript does not know
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 def test_what_fx_makes_of_a_net_scripts_and_so_does_its_merge(net: Net) -> None:
     models, x = [net.build(0), net.build(1)], net.inputs(3)
@@ -101,6 +102,7 @@ def functions(merged: fx.GraphModule) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [None, "layer3", "layer1.0.conv1", "layer2.0"])
 def test_resnets_script(partial: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)

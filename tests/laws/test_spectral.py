@@ -191,6 +191,7 @@ MODELS: dict[str, tuple[Callable[[], Net], tuple[int, ...], list[Size]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 def test_spaces_of_complex_models(name: str) -> None:
     make, shape, expected = MODELS[name]
@@ -200,6 +201,7 @@ def test_spaces_of_complex_models(name: str) -> None:
     law1(model, *shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_law_3_of_complex_models(name: str) -> None:
     make, shape, _ = MODELS[name]
@@ -209,6 +211,7 @@ def test_law_3_of_complex_models(name: str) -> None:
         law3(model, *shape, seeds=[0], partial=cut)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "matcher",
     [
@@ -365,6 +368,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_positions_leave_the_features(name: str) -> None:
     transform = TRANSFORMS[name]

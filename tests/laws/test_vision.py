@@ -37,6 +37,7 @@ def deformed(groups: int = 1, offset_groups: int = 1, mask: bool = False) -> Net
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -110,6 +111,7 @@ def test_what_suppresses_boxes_is_pinned() -> None:
     assert reasons == {"says which boxes are left"}
 
 
+@pytest.mark.slow
 def test_torchvision_is_not_needed_and_may_come_later() -> None:
     script = """
 import sys, torch, zipfx

@@ -18,6 +18,7 @@ from zipfx import ZipError
 
 
 class TestWeights:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("name", sorted(NETS))
     def test_finds_permuted_copies_without_data(self, name: str) -> None:
         net = NETS[name]
@@ -27,6 +28,7 @@ class TestWeights:
         merged = merge([model, *twins], None, matcher="weights", example_inputs=x)
         assert error(run(model, x), run(merged, x)) < EXACT
 
+    @pytest.mark.slow
     @quick
     @given(st.integers(0, 99))
     def test_reaches_the_best_of_all_permutations(self, seed: int) -> None:

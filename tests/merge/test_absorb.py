@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tests.helpers.analysed import analysed
 from tests.helpers.blocks import Net, data
@@ -93,6 +93,18 @@ def test_what_does_not_is_given_the_features_of_its_model(name: str, head: Any) 
     own = nn.Parameter(torch.zeros(SIZE))
     of = absorber(head, a=linear(SIZE, 3), h=linear(), n=nn.LayerNorm(SIZE), own=own)
     assert maps(of, name, "a") is None or maps(of, "add", "a", name) is None
+
+
+@fx.wrap  # type: ignore[misc]
+def there_and_back(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w) @ w
+
+
+def test_a_weight_that_is_read_both_ways_takes_no_unmerge() -> None:
+    """Its columns read features, and give some: these would come out in another order."""
+    of = absorber(lambda s, y: s.h(there_and_back(y, s.w)), a=linear(SIZE, 3), h=linear(),
+                  w=nn.Parameter(torch.zeros(4, SIZE)))  # fmt: skip
+    assert maps(of, "there_and_back", "a") is None
 
 
 def test_what_a_node_hands_on() -> None:

@@ -15,7 +15,7 @@ from tests.helpers.blocks import Net, data
 from zipfx.merge.graph import copy_head, copy_trunk, needed_nodes
 from zipfx.merge.heads import HeadPlan, Unmerge
 from zipfx.merge.origin import origin_of
-from zipfx.model.calls import Expectation, expect_equal
+from zipfx.model.calls.expect import Expectation, expect_equal
 
 
 def kept(forward: Callable[[Any, Tensor], Tensor], cut: str, **parts: Any) -> list[str]:
@@ -78,7 +78,7 @@ def test_copies_keep_names_and_targets_and_say_where_they_are_from() -> None:
 def test_what_is_expected_of_inputs_is_checked_behind_them() -> None:
     graph, source = fx.Graph(), list(traced().graph.nodes)
     name = str(source[0].target)
-    copy_trunk(graph, source[:-1], [Expectation(name, expect_equal, 3)])
+    copy_trunk(graph, source[:-1], [Expectation(name, expect_equal, (3,))])
     placeholder, first, *_ = graph.nodes
     assert (first.target, first.args) == (expect_equal, (placeholder, name, 3))
 

@@ -98,6 +98,7 @@ def check(net: Net, matcher: str | zipfx.Matcher, jobs: list[Assembly]) -> int:
     return cuts
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("matcher", ["permute", "zip"])
 @pytest.mark.parametrize("name", sorted(set(NETS) - IN_PLACE))
 def test_heads_of_strangers(name: str, matcher: str, jobs: list[Assembly]) -> None:
@@ -161,6 +162,7 @@ class Gated(nn.Module):
         return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matcher", ["permute", "zip"])
 @pytest.mark.parametrize("make", [Residual, Flip, Blocks, Gated])
 def test_heads_that_bring_branches_together(

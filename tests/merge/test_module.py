@@ -42,6 +42,7 @@ def merged_resnet(resnets: list[nn.Module]) -> fx.GraphModule:
     return zipfx.zip(resnets, data, partial="layer3", progress=False)
 
 
+@pytest.mark.slow
 def test_containers_are_what_they_were(merged_resnet: fx.GraphModule) -> None:
     merged: Any = merged_resnet
     assert isinstance(merged.layer1, nn.Sequential)
@@ -49,6 +50,7 @@ def test_containers_are_what_they_were(merged_resnet: fx.GraphModule) -> None:
     assert isinstance(merged.task_heads[0].layer4[0].downsample[0], nn.Conv2d)
 
 
+@pytest.mark.slow
 def test_users_find_their_own_modules(merged_resnet: fx.GraphModule) -> None:
     assert isinstance(merged_resnet.get_submodule("layer3.1.bn2"), nn.BatchNorm2d)
     heads: Any = merged_resnet.task_heads
@@ -56,6 +58,7 @@ def test_users_find_their_own_modules(merged_resnet: fx.GraphModule) -> None:
     assert not hasattr(merged_resnet, "layer4")
 
 
+@pytest.mark.slow
 def test_names_are_those_of_the_model(resnets: list[nn.Module], merged_resnet: Any) -> None:
     late = ("layer4", "fc")
     trunk = {n for n in resnets[0].state_dict() if not n.startswith(late)}
@@ -66,6 +69,7 @@ def test_names_are_those_of_the_model(resnets: list[nn.Module], merged_resnet: A
     assert {n for n in names if "unmerge" not in n} == trunk | heads
 
 
+@pytest.mark.sweep
 @all_nets
 @both
 def test_copies_are_independent_and_complete(net: Net, partial: bool) -> None:
@@ -78,6 +82,7 @@ def test_copies_are_independent_and_complete(net: Net, partial: bool) -> None:
     assert twin.meta["zipfx"].parameters == sum(p.numel() for p in twin.parameters())
 
 
+@pytest.mark.sweep
 @all_nets
 @both
 def test_state_dicts_go_round(net: Net, partial: bool) -> None:
@@ -90,6 +95,7 @@ def test_state_dicts_go_round(net: Net, partial: bool) -> None:
     assert error(run(merged, net.inputs(3)), run(twin, net.inputs(3))) == 0
 
 
+@pytest.mark.sweep
 @all_nets
 @both
 def test_heads_hold_what_their_task_needs(net: Net, partial: bool) -> None:
@@ -110,6 +116,7 @@ def test_heads_hold_what_their_task_needs(net: Net, partial: bool) -> None:
     assert state_bytes(merged) == before
 
 
+@pytest.mark.sweep
 @all_nets
 @both
 def test_the_code_is_python_that_compiles(net: Net, partial: bool) -> None:
@@ -122,6 +129,7 @@ def test_the_code_is_python_that_compiles(net: Net, partial: bool) -> None:
     assert all(space.name in text for space in merged.meta["zipfx"].spaces)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["BatchNorm", "TwoInputs", "DictOutput", "OptionA", "Hierarchy", "SEGate"]
 )
@@ -134,6 +142,7 @@ def test_merged_models_are_exported(name: str, partial: bool) -> None:
     assert error(*leaves) < 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [n for n in NETS if not n.startswith("Inplace")])
 @both
 def test_a_training_step_moves_what_has_a_gradient(name: str, partial: bool) -> None:
@@ -158,6 +167,7 @@ def cut_params() -> list[Any]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("net", "partial"), cut_params())
 def test_every_parameter_is_used(net: Net, partial: bool) -> None:
     merged = pair(net, partial)

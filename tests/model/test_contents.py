@@ -141,6 +141,7 @@ REFUSED: dict[Callable[[int], nn.Module], str] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", REFUSED)
 def test_weights_that_can_not_be_seen_are_refused(
@@ -218,6 +219,7 @@ class Leaves(fx.Tracer):
         return isinstance(m, Scaled) or super().is_leaf_module(m, module_qualified_name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -348,6 +350,7 @@ CODED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("act", CODED)
 def test_leaves_are_told_apart_by_their_code(
     act: Callable[[float], nn.Module], tmp_path: Path
@@ -377,6 +380,7 @@ def test_leaves_are_told_apart_by_their_code(
         zipfx.load(tmp_path / "a", [make(5.0)] * 2, tracer=AnyLeaf())
 
 
+@pytest.mark.slow
 def test_digests_of_code_are_those_of_every_process(tmp_path: Path) -> None:
     """Wherever the source lies, and whatever comes before it; and another Python's say nothing."""
     source = (

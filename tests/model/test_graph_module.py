@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import zipfx
 from tests.helpers.laws import EXACT, error, heads_error, merge, permuted, run, unharmed
 from tests.helpers.named import X, check_copies, check_law_7, made
-from zipfx.trace.symbolic import Tracer
+from zipfx.trace.fronts.symbolic import Tracer
 
 
 # ------------------------------------------------------------------ names that fx uses
@@ -72,6 +72,7 @@ def test_there_are_many_such_names() -> None:
     assert len(NAMES) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["module", "parameter", "buffer"])
 def test_every_name_is_kept(what: str) -> None:
     for name in NAMES:
@@ -86,6 +87,7 @@ def test_every_name_is_kept(what: str) -> None:
             check_law_7(kind, matcher="identity", example_inputs=X, verify=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["module", "parameter", "buffer"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_all_names_at_once(nested: bool, what: str, tmp_path: Path) -> None:
@@ -104,6 +106,7 @@ def test_all_names_at_once(nested: bool, what: str, tmp_path: Path) -> None:
         assert models[0].b._zipfx_own is not None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", ["module", "parameter", "buffer"])
 @pytest.mark.parametrize("name", ["meta", "graph", "code", "_code", "class", "0", "unmerge_0"])
 @pytest.mark.parametrize("cut", [None, "a"])

@@ -87,6 +87,7 @@ def attention(layout: Callable[[Attention], None], seed: int = 0) -> Attention:
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_memory_makes_no_difference(layout: Callable[[Attention], None]) -> None:
     x = torch.randn(6, 5, 4).double()
@@ -97,6 +98,7 @@ def test_the_layout_of_memory_makes_no_difference(layout: Callable[[Attention], 
     assert error(run(model, (x,)), run(twin, (x,))) < EXACT
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["none", "refit"])
 @pytest.mark.parametrize("cut", [None, "o"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -157,6 +159,7 @@ def overlapping(model: Tied) -> None:
 TIES = [transposed, same, part_first, part_last, overlapping]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("cut", [None, "a", "b", "c"])
 def test_tensors_on_the_same_elements_move_together(

@@ -167,6 +167,7 @@ def off(merged: nn.Module, models: list[nn.Module]) -> float:
         return sum(error(m(x), y) for m, y in zip(models, merged(x), strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("matcher", ["permute", "zip"])
 def test_law_3(name: str, matcher: str) -> None:
@@ -192,6 +193,7 @@ class Late(nn.Module):
         return self.h(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_heads_stay_exact(dim: int, seed: int) -> None:
@@ -207,6 +209,7 @@ def test_heads_stay_exact(dim: int, seed: int) -> None:
     assert not notes(merged, PLAIN)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exact_ones_merge_as_plain_ones(name: str, dtype: torch.dtype) -> None:
@@ -227,6 +230,7 @@ def test_exact_ones_merge_as_plain_ones(name: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*EXACT, *NEAREST])
 @pytest.mark.parametrize("repair", ["none", "refit"])
 def test_law_7(name: str, repair: str) -> None:
@@ -238,6 +242,7 @@ def test_law_7(name: str, repair: str) -> None:
     assert error(merged(x), fresh(x)) < 1e-6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NEAREST)
 def test_nearest_ones(name: str) -> None:
     """Weights are what the parametrization can give, refitted or not, and it is said."""
@@ -280,6 +285,7 @@ def test_no_way_back(name: str) -> None:
         assert not merged.get_submodule("0").weight[closed].any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("partial", ["3", None])
 def test_files_and_copies(name: str, partial: str | None, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ SAME_DATA: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", SAME_DATA)
 def test_every_form_of_data_gives_the_same_merge(form: str) -> None:
     torch.manual_seed(0)

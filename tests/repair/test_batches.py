@@ -16,6 +16,7 @@ from tests.helpers.laws import error, merge, run
 
 
 # ------------------------------------------------------------------ law 5
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["bn", "affine", "refit"])
 @pytest.mark.parametrize("partial", [None, "n1"])
 @pytest.mark.parametrize("way", ["sizes", "order", "both", "shuffled"])

@@ -35,6 +35,7 @@ class Batches:
 
 
 # ------------------------------------------------------------------ laws
+@pytest.mark.sweep
 @all_nets
 def test_law_3_nothing_changes_where_the_merge_is_exact(net: Net) -> None:
     model, x = net.build(), net.inputs(8)
@@ -50,6 +51,7 @@ def test_rounding_of_float32_is_no_error() -> None:
     assert not any(r.changed for r in merged.meta["zipfx"].refits)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cut", running_modules(Images()))
 @pytest.mark.parametrize("own", [False, True])
 def test_law_3_at_every_cut(cut: str, own: bool) -> None:
@@ -60,6 +62,7 @@ def test_law_3_at_every_cut(cut: str, own: bool) -> None:
     assert heads_error(merged, [run(model, x)] * 2, x) < UNCHANGED
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("models", [2, 3])
 @pytest.mark.parametrize("cls", [Mlp, ResidualMlp, ResidualCnn], ids=lambda c: c.__name__)
 def test_law_4_nothing_changes_where_nothing_is_lost(cls: Any, models: int) -> None:
@@ -189,6 +192,7 @@ def gap(models: Sequence[nn.Module], merged: nn.Module, data: Sequence[Any]) -> 
     return total
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("models", [2, 3])
 @pytest.mark.parametrize("cut", [None, "c"])
 @pytest.mark.parametrize("matcher", MATCHERS)
@@ -219,6 +223,7 @@ class Plain(nn.Module):
         return self.h(torch.relu(self.b(torch.relu(self.a(x)))))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("repair", ["affine", "refit"])
 def test_some_image_is_held_out_or_nothing_changes(count: int, repair: str) -> None:
@@ -266,6 +271,7 @@ def test_what_never_varies_does_not_blow_up() -> None:
             assert torch.allclose(x @ weight.mT + bias.unsqueeze(1), y.mean(1), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_positions_can_be_left_out() -> None:
     models, fresh = strangers(), [images(60, 5)] * 2
     all_of_them = merge(models, images(200), repair=Refit(oversampling=1e9))
@@ -275,6 +281,7 @@ def test_positions_can_be_left_out() -> None:
     assert gap(models, some, fresh) < bn
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("share", [0, 0.3, 0.7])
 def test_with_less_memory_batches_run_again_to_the_same_end(
@@ -501,6 +508,7 @@ class Computed(nn.Module):
         return self.h(torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("cls", "left"),
     [

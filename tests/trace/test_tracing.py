@@ -21,6 +21,7 @@ from zipfx.trace.tracing import trace
 all_nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 
 
+@pytest.mark.sweep
 @all_nets
 def test_a_traced_model_computes_the_same_with_the_same_parameters(net: Net) -> None:
     model = net.build()
@@ -68,6 +69,7 @@ def test_functional_dropout_is_off_whatever_the_mode_of_the_caller() -> None:
     assert torch.equal(trace(model)(x), model.eval()(x))
 
 
+@pytest.mark.slow
 def test_long_chains_are_traced_and_analysed() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:

@@ -31,6 +31,7 @@ class Keys(nn.Module):
         return self.h(torch.relu(self.meta["graph"](x)) + self._code[0]) * self.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repair", ["none", "refit"])
 def test_containers(repair: str, tmp_path: Path) -> None:
     merged = check_law_7(Keys)
@@ -90,6 +91,7 @@ def test_a_layer_of_two_names_keeps_both(kind: type[Stem], tmp_path: Path) -> No
         assert copy.deepcopy(found).stem is not found.stem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Stem, Late])
 @pytest.mark.parametrize(
     ("one", "other"),
@@ -258,6 +260,7 @@ def test_a_state_that_does_not_load_is_a_note() -> None:
     assert "does not load strictly into a Renaming: it lacks model.0.bias" in note
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["none", "refit"])
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 def test_law_7(net: Net, repair: str) -> None:
@@ -270,6 +273,7 @@ def test_law_7(net: Net, repair: str) -> None:
 
 
 # ------------------------------------------------------------------ models that are graphs
+@pytest.mark.slow
 def test_merges_of_merges_and_of_graphs(tmp_path: Path) -> None:
     for kind in (Keys, Stem, Extra):
         models = made(kind, 4)

@@ -21,11 +21,11 @@ from zipfx.analysis.spaces.values import NodeInfo
 from zipfx.analysis.verify import failing_spaces
 from zipfx.checks import flag, whole
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls import in_order
+from zipfx.model.calls.arguments import in_order
 from zipfx.model.contents import check_visible
 from zipfx.model.graph_module import plain
 from zipfx.modes import own_modes
-from zipfx.trace import TracedModels, trace, unpacked
+from zipfx.trace import Front, TracedModels, front_of, trace, unpacked, unwrapped
 from zipfx.trace.nodes import module_path
 
 
@@ -93,16 +93,18 @@ def analyze(
     verify: bool = True,
     seed: int = 0,
     tracer: fx.Tracer | None = None,
+    front: str | Front = "auto",
 ) -> SpaceMap:
     """Find the feature spaces of a model; the model is left unchanged.
 
     Args:
-        model: a module that `torch.fx` can trace.
+        model: a module that `torch.fx` or `torch.export` can trace, or an `ExportedProgram`.
         example_inputs: the input (a tensor), a tuple of positional arguments, or a dict of
             arguments by name. Any batch size.
         verify: permute every space in float64 and compare; what changes the function is pinned.
         seed: of the permutations that verification draws (global RNG state is left alone).
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
+        front: what makes a graph of the model, see `zip`.
 
     Returns:
         A `SpaceMap`: an iterable of spaces; `.pinned` says what is left fixed and why.
@@ -118,6 +120,7 @@ def analyze(
     >>> [(s.name, s.size) for s in analyze(net, torch.randn(4, 3))]
     [('0', 8)]
     """
+    (model,) = unwrapped([model])
     check_visible(model, "the model")
     verify = flag("verify", verify)
     seed = whole("seed", seed) % 2**64
@@ -127,7 +130,7 @@ def analyze(
         inputs, by_name = in_order(model.forward, args, kwargs)
     except TypeError as error:
         raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
-    module = trace(model, tracer, inputs=inputs, by_name=by_name)
+    module = trace(model, tracer, inputs=inputs, by_name=by_name, front=front_of(front))
     return run_analysis(module, inputs, verify=verify, seed=seed).spaces
 
 

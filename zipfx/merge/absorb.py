@@ -55,7 +55,7 @@ class Absorber:
         for c in self.contractions.get(i, ()):
             if any(self.moved.among(x) for x in c.x):
                 found = self._columns(c.w, c.x)
-                if found is None or found[0] in refused:
+                if found is None or found[0] in refused or self._gives(i, c.w):
                     return None
                 maps.setdefault(found[0], []).extend(found[1])
         return maps
@@ -126,6 +126,12 @@ class Absorber:
                 if len(mine) < np.count_nonzero(kind == one) or (mine != mine[0]).any():
                     return False
         return True
+
+    def _gives(self, i: int, w: Ints) -> bool:
+        """Whether node i hands on features along the axis that takes U, too: it reads a weight and
+        its transpose."""
+        slots = (slot for value in self.facts.nodes[i].values for slot in value.features)
+        return any(bool(np.isin(slot.reshape(-1).numpy(), w).any()) for slot in slots)
 
     def _columns(self, w: Ints, x: Sequence[Ints]) -> tuple[int, list[Move]] | None:
         """The unmerge of the axis with labels w, which reads the features x: (weight id, maps)."""

@@ -13,7 +13,7 @@ from zipfx.analysis import Facts, Kind, NodeFacts, mix, select
 from zipfx.merge.heads import HeadPlan
 from zipfx.merge.module import HEADS
 from zipfx.merge.origin import mark
-from zipfx.model.calls import Expectation
+from zipfx.model.calls.expect import Expectation
 from zipfx.model.graph_module import NAMED, plain
 from zipfx.model.tensors import clone_tensors
 
@@ -61,7 +61,7 @@ def copy_trunk(
         if node.op != "placeholder":
             inputs = {str(n.target): copied for n, copied in seen.items() if n.op == "placeholder"}
             for e in left:
-                graph.call_function(e.check, (inputs[e.name], *e.arguments))
+                graph.call_function(e.check, e.arguments(inputs))
             left = []
         seen[node] = graph.node_copy(node, seen.__getitem__)
         mark(seen[node], head=None, source=node.name)

@@ -163,8 +163,10 @@ class _HeadPlanner:
         return crossing and fact.kind == Kind.DATA and self.moved.lies_in(fact)
 
     def _parameters(self, i: int) -> list[Tensor]:
+        """The weights that node i uses: to read one is not to use it."""
         node = self.nodes[i]
-        nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
+        read = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        nodes = [node, *read] if node.op == "call_module" else read
         return [t for n in nodes for t in tensors_at(self.module, n)]
 
     def _restore(self, j: int, i: int, plan: HeadPlan) -> None:

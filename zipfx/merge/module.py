@@ -15,7 +15,7 @@ from torch import fx, nn
 from zipfx.analysis import mix, select
 from zipfx.errors import ZipError
 from zipfx.merge.origin import origin_of
-from zipfx.model.calls import EXPECTATIONS
+from zipfx.model.calls.expect import EXPECTATIONS
 from zipfx.model.graph_module import GraphModule
 from zipfx.model.tensors import clone_tensors
 from zipfx.modes import own_modes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zipfx.checks import whole
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls import given, left_out
+from zipfx.model.calls.arguments import given, left_out
 from zipfx.model.tensors import batch_size, first_samples, map_tensors
 from zipfx.modes import as_caller
 

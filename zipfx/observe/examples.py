@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.errors import ZipError
-from zipfx.model.calls import given, in_order, spelled, surplus
+from zipfx.model.calls.arguments import given, in_order, spelled, surplus
 from zipfx.model.tensors import first_samples, map_tensors
 from zipfx.modes import as_caller
 from zipfx.observe.data import Arguments, Calibration

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls import in_order
+from zipfx.model.calls.arguments import in_order
 from zipfx.model.memory import storage_key
 from zipfx.model.running import State
 from zipfx.model.tensors import batch_size, clone_tensors, leaves

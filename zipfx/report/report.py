@@ -19,7 +19,7 @@ from zipfx.report.format.as_json import NOT_STORED
 from zipfx.report.measure import Stages, count_layers
 from zipfx.report.notes import Done, all_notes
 from zipfx.text import table
-from zipfx.trace import TracedModels
+from zipfx.trace import TracedModels, record_of
 from zipfx.values import ByValue
 
 
@@ -73,6 +73,7 @@ class Report(ByValue):
     batches: dict[str, int]
     notes: tuple[str, ...] = field(default=())
     refits: tuple[Refitted, ...] = field(default=())
+    front: str = field(default="symbolic")
     traced: Traced | None = field(default=None, repr=False, compare=False, metadata=NOT_STORED)
     made: Made | None = field(default=None, repr=False, compare=False, metadata=NOT_STORED)
 
@@ -84,6 +85,7 @@ class Report(ByValue):
         job, traced, merged, matches = done.job, done.traced, done.fused.module, done.matches
         spaces = done.analysis.spaces
         repaired = {} if done.repaired.batches is None else {"repair": done.repaired.batches}
+        front = record_of(traced.as_traced[0]).front
         tracer = None if job.tracer is None else type(job.tracer).__qualname__
         return cls(
             models=len(job.models),
@@ -105,8 +107,9 @@ class Report(ByValue):
             unmerges=_unmerges(traced, done.fused.plans),
             batches={"observe": 0 if done.seen is None else done.seen.batches, **repaired},
             refits=done.repaired.refits,
+            front=front,
             notes=tuple(all_notes(done, last_notes)),
-            traced=Traced(described(traced.inputs), tracer, traced.by_name),
+            traced=Traced(described(traced.inputs), tracer, traced.by_name, front),
             made=as_made(merged, len(job.models), job.partial is not None),
         )
 

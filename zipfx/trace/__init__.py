@@ -7,21 +7,29 @@ Takes K modules and example inputs. Gives K graph modules that keep the names of
 from zipfx.trace.align.correspond import counterparts, same_graph
 from zipfx.trace.align.cut import unpacked
 from zipfx.trace.align.models import TracedModels, correspond, trace_all
-from zipfx.trace.by_example import ExampleTracer, with_tensors
+from zipfx.trace.fronts.by_example import ExampleTracer, with_tensors
+from zipfx.trace.fronts.exported import Export, unwrapped
+from zipfx.trace.fronts.front import Front
+from zipfx.trace.fronts.recorded import tracers
+from zipfx.trace.fronts.symbolic import Tracer
 from zipfx.trace.record import KEY, record_of
-from zipfx.trace.symbolic import Tracer
-from zipfx.trace.tracing import trace, ways
+from zipfx.trace.tracing import FrontName, front_of, given_of, trace
 from zipfx.trace.tree import Tree, ValueOf, own_tensors, plant, plant_unused
 
 __all__ = [
     "KEY",
     "ExampleTracer",
+    "Export",
+    "Front",
+    "FrontName",
     "TracedModels",
     "Tracer",
     "Tree",
     "ValueOf",
     "correspond",
     "counterparts",
+    "front_of",
+    "given_of",
     "own_tensors",
     "plant",
     "plant_unused",
@@ -29,7 +37,8 @@ __all__ = [
     "same_graph",
     "trace",
     "trace_all",
+    "tracers",
     "unpacked",
-    "ways",
+    "unwrapped",
     "with_tensors",
 ]

@@ -1,41 +1,53 @@
 """Tracing: a model becomes a `torch.fx.GraphModule` that keeps its module names.
 
-The model itself is never touched: tracing works on a structural copy that shares its parameters
-and owns its buffers, in eval mode, without the caller's hooks.
+The model itself is never touched: fronts work on a structural copy that shares its parameters and
+owns its buffers, in eval mode, without the caller's hooks. What comes out is compared with it.
 """
 
 from __future__ import annotations
 
 import copy
-import linecache
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls import Argument, Expectation, call, expect_given, in_order, spelled
+from zipfx.model.callables import name_of_callable
+from zipfx.model.calls.arguments import Argument, call, in_order, spelled
+from zipfx.model.calls.expect import Expectation, expect_given
+from zipfx.model.calls.sizes import expect_sizes
 from zipfx.model.copies import alias, structural_copy, views
-from zipfx.model.graph_module import HIDDEN, GraphModule, check_names, hidden_names, plain
-from zipfx.model.parametrized import fold
-from zipfx.model.running import decomposed, untouched
-from zipfx.model.tensors import clone_tensors, close, leaves
+from zipfx.model.graph_module import GraphModule, plain
+from zipfx.model.running import untouched
+from zipfx.model.tensors import batch_size, clone_tensors, close, first_samples, leaves
 from zipfx.modes import as_caller
-from zipfx.trace.by_example import ExampleTracer
-from zipfx.trace.record import KEY, Record, record_of
-from zipfx.trace.symbolic import OPENED, Tracer, is_tracing_code, refusing_autocast
-from zipfx.trace.tidy import (
-    drop_answered,
-    expectations,
-    give_defaults,
-    packed,
-    sink_shapes,
-    written_in_place,
-)
+from zipfx.trace.fronts.exported import Export, switched_off
+from zipfx.trace.fronts.front import Front, Given, twin_of, with_record
+from zipfx.trace.fronts.recorded import recorded, tracers
+from zipfx.trace.fronts.symbolic import Tracer
+from zipfx.trace.fronts.written import is_written, rewritten
+from zipfx.trace.record import KEY, record_of
+
+FrontName = Literal["auto", "symbolic", "export"]
+FRONTS: tuple[FrontName, ...] = get_args(FrontName)
+
+
+def front_of(front: Any) -> FrontName | Front:
+    """A front, as a caller may name it.
+
+    Raises:
+        ZipError: there is none of this name.
+    """
+    if callable(front) or front in FRONTS:
+        return front  # type: ignore[no-any-return]
+    raise ZipError(
+        f"front={front!r} is unknown; choose one of {list(FRONTS)}, zipfx.Export(...), or a "
+        "function from a model and what it is given to a graph (zipfx.trace.Front)"
+    )
 
 
 def trace(
@@ -46,6 +58,7 @@ def trace(
     by_name: Sequence[str] = (),
     *,
     folded: bool = False,
+    front: FrontName | Front = "auto",
 ) -> fx.GraphModule:
     """Trace a model, in eval mode, without changing it.
 
@@ -53,7 +66,8 @@ def trace(
     `isinstance`. Where symbolic tracing fails or goes astray, Python's questions (how long is this
     list, is this size odd) are answered as for these inputs; the graph stays symbolic, and
     the notes of its `Record` say where forward went by a shape. Where that goes astray too,
-    `x += y` is taken for the write that it is, not for `x = x + y`.
+    `x += y` is taken for the write that it is, not for `x = x + y`. Where no symbol can follow
+    forward at all, torch.export runs it (`fronts.exported`).
 
     Args:
         model: any module that `torch.fx` can trace; a GraphModule keeps its graph as it is.
@@ -62,6 +76,8 @@ def trace(
         inputs: forward's arguments, on that device; by_name: the names of the last of them, which
             can only be given by name (`calls.in_order`).
         folded: whether weights that modules compute are plain ones (`parametrized.fold`).
+        front: "symbolic": by torch.fx only; "export": by torch.export; "auto": the second where the
+            first fails; or a `Front`.
 
     Returns:
         A GraphModule with the model's parameters (shared), copies of its buffers, and the same
@@ -78,46 +94,92 @@ def trace(
     """
     if tracer is not None and not isinstance(tracer, fx.Tracer):
         raise ZipError(f"tracer={tracer!r} is no instance of torch.fx.Tracer")
+    if tracer is not None and front not in ("auto", "symbolic"):
+        raise ZipError(f"tracer= is for torch.fx, and front={front!r} is not: give one of them")
     with _own_randomness(model):
         if tracer is None and isinstance(model, fx.GraphModule):
             return _as_traced(model, device, folded)
+        given = Given(None, (), device, folded)
+        if inputs is not None:
+            given = replace(given_of(model, inputs, by_name), device=device, folded=folded)
         if tracer is not None or inputs is None:
-            return _traced(model, tracer or Tracer(), device, inputs, folded)
-        inputs, arguments = _arguments(model, inputs, by_name)
-        *first, last = ways(model, inputs, by_name)
-        for make in first:
-            with suppress(ZipError):
-                found = _traced(model, make(), device, inputs, folded)
-                return _checked(found, model, inputs, arguments)
-        found = _traced(model, last(), device, inputs, folded)
-        return _checked(found, model, inputs, arguments)
+            return recorded(model, tracer or Tracer(), replace(given, arguments=()))
+        return _first(_attempts(model, given, front), model, given)
 
 
-def ways(
-    model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str] = ()
-) -> list[Callable[[], fx.Tracer]]:
-    """The ways to trace a model with inputs, in the order in which they are tried."""
-    inputs, arguments = _arguments(model, inputs, by_name)
-    found: list[Callable[[], fx.Tracer]] = [
-        lambda: Tracer(arguments),
-        lambda: ExampleTracer(clone_tensors(inputs), arguments),
-        lambda: ExampleTracer(clone_tensors(inputs), arguments, writes=True),
-    ]
-    given = all(x is not None for x in inputs)  # what is not given could be a mask
-    if given and any(type(m) in OPENED for m in model.modules()):
-        found.insert(0, lambda: ExampleTracer(clone_tensors(inputs), arguments, opened=True))
-    return found
+def _attempts(
+    model: nn.Module, given: Given, front: FrontName | Front
+) -> Iterator[tuple[str, Given, Callable[[], fx.GraphModule]]]:
+    """Ways to trace a model, as the front asks for them: how, with what, and what gives a graph."""
+    if callable(front) and not isinstance(front, Export):
+        yield name_of_callable(front), given, lambda: front(model, given)
+        return
+    if front in ("auto", "symbolic"):
+        for make in tracers(model, given):
+            yield "symbolic", given, lambda: recorded(model, make(), given)  # noqa: B023
+    if front != "symbolic":
+        export = front if isinstance(front, Export) else Export()
+        yield "export", switched_off(given), lambda: export(model, given)
 
 
-def _arguments(
-    model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str]
-) -> tuple[tuple[Any, ...], list[Argument]]:
-    """One value for each argument of forward, defaults included, and these arguments."""
+def _first(
+    attempts: Iterator[tuple[str, Given, Callable[[], fx.GraphModule]]],
+    model: nn.Module,
+    given: Given,
+) -> fx.GraphModule:
+    """The first graph that computes what the model computes.
+
+    Raises:
+        ZipError: none does.
+    """
+    failures: dict[str, ZipError] = {}
+    for kind, own, make in attempts:
+        try:
+            module = _checked(make(), model, own)
+        except ZipError as error:
+            failures[kind] = error
+            continue
+        module.meta[KEY] = replace(record_of(module), front=kind)
+        if kind == "export":
+            _tell_of_export(module, model, own, failures.get("symbolic"))
+        return module
+    first, *others = failures.values()
+    raise first if not others else ZipError(f'{first}. Nor does front="export": {others[-1]}')
+
+
+def _tell_of_export(
+    module: fx.GraphModule, model: nn.Module, given: Given, failure: ZipError | None
+) -> None:
+    """Note why a model was exported, and whether the graph is the model's for a single sample, too:
+    torch.export takes a size of 1 for one that never changes."""
+    record, notes, expects = record_of(module), [], []
+    if failure is not None:
+        why = str(failure).partition(". ")[0]
+        notes = [f"traced by torch.export, since {why[:1].lower()}{why[1:]}"]
+    count = batch_size(given.values)
+    alone = first_samples(tuple(given.values or ()), 1)
+    if count is not None and count > 1 and not _alike(model, module, alone, given.arguments):
+        several = [a.name for a, v in zip(given.arguments, given.values or (), strict=True)
+                   if isinstance(v, torch.Tensor) and v.ndim and len(v) == count]  # fmt: skip
+        conditions = [f"L[{name!r}].size()[0] >= 2" for name in several]
+        text = f"{count} samples"
+        expects = [Expectation(", ".join(several), expect_sizes, (text, *conditions))]
+    module.meta[KEY] = replace(
+        record, notes=(*record.notes, *notes), expects=(*record.expects, *expects)
+    )
+
+
+def given_of(model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str] = ()) -> Given:
+    """One value for each argument of forward, defaults included, and these arguments.
+
+    Raises:
+        ZipError: they are none that forward takes.
+    """
     count = len(inputs) - len(by_name)
     try:
         named = dict(zip(by_name, inputs[count:], strict=True))
         values, names = in_order(model.forward, inputs[:count], named)
-        return values, spelled(model.forward, values, names)
+        return Given(values, spelled(model.forward, values, names))
     except TypeError as error:
         raise ZipError(f"example_inputs do not fit the model's forward: {error}") from error
 
@@ -128,13 +190,9 @@ def _own_randomness(model: nn.Module) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
-def _checked(
-    module: fx.GraphModule,
-    model: nn.Module,
-    inputs: Sequence[Any],
-    arguments: Sequence[Argument],
-) -> fx.GraphModule:
+def _checked(module: fx.GraphModule, model: nn.Module, given: Given) -> fx.GraphModule:
     """The module, if it computes what the model computes (or the model itself does not run)."""
+    inputs, arguments = given.values or (), given.arguments
     device = next((t.device for t in module.parameters()), None)
     away = any(t.device != device for t in model.parameters())
     twin = structural_copy(model, share_parameters=not away).to(device if away else None)
@@ -175,11 +233,23 @@ def _does_without(
     """Whether a graph gives what the model gives without an argument that it was traced with."""
     names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
     fewer = [None if n == expectation.name else x for n, x in zip(names, inputs, strict=True)]
-    try:
-        with torch.no_grad(), _own_randomness(module):
-            found = [leaves(_run_twice(own, fewer, arguments)) for own in (model, module)]
-    except Exception:  # one of the two can not do without
-        return False
+    return _alike(model, module, fewer, arguments)
+
+
+def _alike(
+    model: nn.Module,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    arguments: Sequence[Argument],
+) -> bool:
+    """Whether a model and its graph both take these inputs, and give the same for them."""
+    found = []
+    for own in (model, module):
+        try:
+            with torch.no_grad(), _own_randomness(module):
+                found.append(leaves(_run_twice(own, inputs, arguments)))
+        except Exception:  # one of the two does not take them
+            return False
     ours, theirs = ([t for t in ts if isinstance(t, torch.Tensor)] for ts in found)
     alike = [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
     return alike and all(map(close, ours, theirs))
@@ -225,93 +295,9 @@ def _stateful(model: nn.Module, module: fx.GraphModule) -> ZipError:
     )
 
 
-def _traced(
-    model: nn.Module,
-    tracer: fx.Tracer,
-    device: torch.device | None,
-    inputs: Sequence[Any] | None = None,
-    folded: bool = False,
-) -> fx.GraphModule:
-    twin = _twin(model, device, folded)
-    own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
-    aware = tracer if isinstance(tracer, ExampleTracer) else None
-    root = copy.deepcopy(twin, views(twin)) if aware else twin
-    attributes = {path: _attributes(m) for path, m in root.named_modules()}
-    try:
-        with (
-            untouched([*root.parameters(), *root.buffers()] if aware else []),  # forward runs
-            decomposed(None),  # transformers ask whether one kernel may do it all
-            as_caller(),
-            refusing_autocast(lambda: aware is not None and aware.runs),
-        ):
-            graph = tracer.trace(root)
-    except ZipError:
-        raise
-    except Exception as error:
-        raise ZipError(_untraceable(root, error)) from error
-    give_defaults(graph)
-    asked: set[fx.Node] = aware.questions.asked if aware else set()
-    expects = [] if inputs is None else expectations(graph, inputs, asked)
-    drop_answered(graph, asked)
-    sink_shapes(graph)
-    constants = {f"{n.target}" for n in graph.nodes if n.op == "get_attr"} & set(vars(root))
-    twin.__dict__.update({name: vars(root)[name] for name in constants - set(vars(twin))})
-    sets = _put_back(root, attributes, constants)
-    module = GraphModule(twin, graph, type(model).__name__)
-    lost = [name for name in sets if name not in written_in_place(graph)]
-    notes = [
-        *(aware.notes if aware else ()),
-        *[f"forward sets {', '.join(lost)}, which the result does not"] * bool(lost),
-        *(
-            f"the backward of {name} is not part of the result, since its forward was traced: call "
-            "it in a function marked with torch.fx.wrap to keep it"
-            for name in getattr(tracer, "functions", ())
-        ),
-    ]
-    written_down = frozenset(dict(module.named_buffers())) - own
-    record = Record(written_down, tuple(notes), tuple(sets), tuple(expects))
-    return _with_tree(module, twin, record)
-
-
-def _twin(model: nn.Module, device: torch.device | None, folded: bool) -> nn.Module:
-    twin = structural_copy(model, share_parameters=device is None).to(device)
-    if folded:
-        fold(twin)
-    return twin
-
-
-def _put_back(
-    root: nn.Module, attributes: dict[str, dict[str, dict[str, Any]]], constants: set[str]
-) -> list[str]:
-    """Give what forward has set while it was traced its value of before; the names of it."""
-    found = []
-    for path, module in root.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # which keeps methods that were looked up
-            continue
-        before = attributes.get(path, {})
-        for kind, entries in _attributes(module).items():
-            known: dict[str, Any] = before.get(kind, {})
-            for name in {**known, **entries}:
-                if known.get(name) is entries.get(name) and (name in known) == (name in entries):
-                    continue
-                if not path and name in constants and name not in known:
-                    continue  # a tensor that forward wrote down
-                found.append(f"{path}.{name}".lstrip("."))
-                own = vars(module) if kind == "" else vars(module)[kind]
-                own.pop(name, None)
-                own.update({name: known[name]} if name in known else {})
-    return found
-
-
-def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes of a module, its parameters and its buffers, as they are now."""
-    own = vars(module)
-    return {"": dict(own), **{kind: dict(own[kind]) for kind in ("_parameters", "_buffers")}}
-
-
 def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool) -> fx.GraphModule:
     """A graph that was traced before, with its order and names."""
-    twin = _twin(model, device, folded)
+    twin = twin_of(model, Given(None, (), device, folded))
     assert isinstance(twin, fx.GraphModule)
     for node in twin.graph.nodes:
         if node.op == "call_module" and len(node.meta.get("nn_module_stack", ())) < 2:  # was lost
@@ -319,37 +305,7 @@ def _as_traced(model: fx.GraphModule, device: torch.device | None, folded: bool)
             paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
             stack = {path: (path, type(twin.get_submodule(path))) for path in paths}
             node.meta["nn_module_stack"] = stack
-    module = GraphModule(twin, packed(twin.graph, type(model).__name__), type(model).__name__)
-    return _with_tree(module, twin, replace(record_of(model), sets=()))
-
-
-def _with_tree(module: fx.GraphModule, twin: nn.Module, record: Record) -> fx.GraphModule:
-    module.meta[KEY] = record
-    # constants are part of the code, not of the state
-    module._non_persistent_buffers_set = twin._non_persistent_buffers_set | record.constants
-    module.eval()
-    check_names(module, module.graph)
-    module.graph.lint()
-    return module
-
-
-def _untraceable(root: nn.Module, error: Exception) -> str:
-    for name in hidden_names(root):
-        if name.rpartition(".")[2] in str(error):
-            return f"the model has {name!r}, {HIDDEN}"
-    names = {id(m): name for name, m in root.named_modules()}
-    place, path = "", ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file, code = frame.f_code.co_filename, frame.f_code
-        if is_tracing_code(file) or "/torch/" in file.replace("\\", "/"):
-            continue
-        place = f" at {file}:{line} ({linecache.getline(file, line).strip()})"
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        path = names.get(id(owner), path)
-    inside = f" in module {path!r}" if path else ""
-    return (
-        f"torch.fx can not trace {type(root).__name__}{inside}{place}: {first_line(error)}. Move "
-        "the line into a function marked with torch.fx.wrap, make the module that holds it a leaf "
-        "with a tracer of your own (tracer=...), or zip a smaller module that does not hold it, "
-        "such as the part before it"
-    )
+    name, graph = type(model).__name__, twin.graph
+    graph = rewritten(twin, name) if is_written(graph) else graph
+    module = GraphModule(twin, graph, name)
+    return with_record(module, twin, replace(record_of(model), sets=(), front="given"))

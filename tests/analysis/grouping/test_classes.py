@@ -53,6 +53,7 @@ def exchanged(model: nn.Module, a: int, b: int, outputs: tuple[int, ...]) -> nn.
     return twin
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_two_features_share_a_space_where_they_can_be_exchanged(name: str) -> None:
     """Found by trying every pair, with every order of the columns that read them."""

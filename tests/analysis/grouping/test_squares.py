@@ -61,6 +61,7 @@ GRAMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Size]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", GRAMS)
 def test_gram_matrices(name: str) -> None:
     function, expected = GRAMS[name]

@@ -40,6 +40,7 @@ def parameters_of(space: zipfx.Space) -> set[str]:
 
 
 # ------------------------------------------------------------------ what is found
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
 @pytest.mark.filterwarnings("ignore:.*not supported with oneDNN")
@@ -51,6 +52,7 @@ def test_law_1_and_nothing_is_opaque(name: str, dtype: torch.dtype, most: float)
     assert error(run(model, (x,)), run(twin, (x,))) < most
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_every_gate_of_every_layer_is_tied(name: str, dtype: torch.dtype) -> None:
@@ -80,6 +82,7 @@ def test_a_transformer_has_its_stream_and_its_hidden_spaces(name: str) -> None:
 
 
 # ------------------------------------------------------------------ what is merged
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 def test_law_3_for_every_batch_size_and_length(name: str) -> None:
     model, x = fetch(name), example(name)
@@ -92,6 +95,7 @@ def test_law_3_for_every_batch_size_and_length(name: str) -> None:
     assert len(report.spaces) == len(spaces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm_projected", "gru_state", "encoder_layer", "decoder"])
 def test_law_3_at_every_cut(name: str) -> None:
     model, x = fetch(name), example(name)
@@ -112,6 +116,7 @@ def test_heads_that_take_different_items_of_a_tuple() -> None:
     assert "leaf.weight_ih_l0" in {s.name for s in merged.meta["zipfx"].spaces}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("places", ["last", "reads", "all"])
 @pytest.mark.parametrize("name", ["lstm_bidirectional", "attention"])
 def test_law_3_for_every_choice_of_places(name: str, places: str) -> None:

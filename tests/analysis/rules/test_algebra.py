@@ -106,6 +106,7 @@ def build(name: str) -> Net:
     return Net(lambda s, x: s.h(function(s, s.a(x), x).tanh()), **layers, **weights)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_matrices(name: str) -> None:
     model = build(name)

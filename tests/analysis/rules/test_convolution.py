@@ -41,6 +41,7 @@ def test_residual_around_a_grouped_convolution_and_a_shuffle() -> None:
     law1(Net(forward, a=nn.Conv2d(3, 8, 1), g=grouped, c=nn.Conv2d(8, 3, 1)), 3, 5, 5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "b", "c"])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_one_weight_in_two_groupings(groups: int) -> None:
     law1(Net(forward, **parts, c=nn.Conv2d(3, 2 * groups, 1), w=parameter(8, 2, 1, 1)), 3, 5, 5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weights", range(6))
 def test_merge_of_a_convolution_shared_by_groups_that_are_folded_into_the_batch(
     weights: int,
@@ -297,6 +299,7 @@ SHARED: dict[str, tuple[Callable[[Any, Tensor], Tensor], int, Any, list[Size]]] 
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SHARED)
 def test_a_grouped_convolution_with_shared_kernels(name: str) -> None:
     """What tells its channels apart is not the weight alone."""

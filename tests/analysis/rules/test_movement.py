@@ -46,6 +46,7 @@ CHOSEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # y: (2, 6 tokens, 8 
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_data_chooses_on_one_axis_leaves_the_others(name: str) -> None:
     model = Net(lambda s, x: s.h(CHOSEN[name](s.a(x), x)), a=nn.Linear(5, 8), h=nn.Linear(8, 3))

@@ -47,6 +47,7 @@ def square(name: str) -> Net:
     return Net(forward, **layers, w=parameter(8, 8), v=parameter(8), u=parameter(4, 8))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MATRICES)
 def test_square_matrices_with_a_diagonal(name: str) -> None:
     model, expected = square(name), MATRICES[name][1]

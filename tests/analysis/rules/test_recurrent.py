@@ -69,6 +69,7 @@ LAYERS: dict[str, tuple[Any, bool, bool, bool, dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_packed_sequences(name: str) -> None:
     """Law 1, and law 3 in full and at every cut, for sentences in other numbers and lengths."""

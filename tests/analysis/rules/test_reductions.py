@@ -40,6 +40,7 @@ MIRRORED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "cut"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["channels", "blocks"])
 @pytest.mark.parametrize("name", MIRRORED)

@@ -210,6 +210,7 @@ def pass_on(call: Call) -> Labels:
     return call.labels("x")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "rule", "found"),
     [
@@ -339,6 +340,7 @@ MADE_OF_OTHERS: dict[str, tuple[Any, Callable[[], nn.Module], tuple[int, ...], l
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MADE_OF_OTHERS)
 def test_behaving_like_an_operator_that_is_made_of_others(name: str) -> None:
     like, make, shape, expected = MADE_OF_OTHERS[name]

@@ -88,6 +88,7 @@ def norm(layer: Any) -> float:
     return float(torch.linalg.matrix_norm(layer.normed().detach().flatten(1), 2))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("partial", ["4", None])
 def test_renewed(kind: type[Normed], partial: str | None) -> None:

@@ -168,6 +168,7 @@ def off(merged: nn.Module, models: list[nn.Module], x: Tensor) -> float:
     return sum(error(m(x), y) for m, y in zip(models, found, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", BAKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_baked(kind: type[Layer], dtype: torch.dtype, tmp_path: Path) -> None:

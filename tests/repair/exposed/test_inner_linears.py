@@ -172,6 +172,7 @@ CASES: dict[str, Case] = {
 cases = pytest.mark.parametrize(("inner", "layers"), CASES.values(), ids=CASES)
 
 
+@pytest.mark.sweep
 @cases
 @pytest.mark.parametrize("cut", [None, "a", "up"])
 def test_law_3_nothing_changes_where_the_merge_is_exact(
@@ -185,6 +186,7 @@ def test_law_3_nothing_changes_where_the_merge_is_exact(
         assert error(wanted, one) < 1e-9
 
 
+@pytest.mark.sweep
 @cases
 def test_layers_are_refitted_or_left_alone(inner: Any, layers: set[str]) -> None:
     pair = models(inner)

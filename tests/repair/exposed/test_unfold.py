@@ -171,6 +171,7 @@ def test_the_model_is_not_touched() -> None:
 
 
 # ------------------------------------------------------------------ refit
+@pytest.mark.sweep
 @nets
 def test_law_3_nothing_changes_where_the_merge_is_exact(build: Any, shape: Any) -> None:
     model, data = made(build), batches(shape)
@@ -180,6 +181,7 @@ def test_law_3_nothing_changes_where_the_merge_is_exact(build: Any, shape: Any) 
     assert not any(r.changed for r in merged.meta["zipfx"].refits)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("build", "cut"),
     [*((Attending, cut) for cut in ("a", "own", "cross", "up")), (Windows, "a"), (Windows, "up")],
@@ -191,6 +193,7 @@ def test_law_3_at_every_cut(build: Any, cut: str) -> None:
     assert heads_error(merged, [run(model, data[0])] * 2, data[0]) < UNCHANGED
 
 
+@pytest.mark.sweep
 @nets
 def test_every_layer_gets_nearer(build: Any, shape: tuple[int, ...]) -> None:
     models, data = [made(build, seed) for seed in range(2)], batches(shape, 40)
@@ -230,6 +233,7 @@ def test_a_function_that_goes_another_way_with_other_data() -> None:
         merge(models, batches((8, 5)), repair="refit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_windowed_attention_of_torchvision(version: int) -> None:
     block = {
@@ -275,6 +279,7 @@ class Encoding(nn.Module):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}])
 def test_transformers_of_torch_are_looked_into(options: Any) -> None:
     enabled = torch.backends.mha.get_fastpath_enabled()
@@ -328,6 +333,7 @@ class Twice(nn.Module):
         return made
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", [[True, True], [False, False], [False, True]])
 @pytest.mark.parametrize("cut", ["m", "b"])
 def test_attention_on_both_sides_of_a_cut(shared: list[bool], cut: str) -> None:

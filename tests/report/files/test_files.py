@@ -46,6 +46,7 @@ from zipfx.report.files import files, stand_ins
 
 
 # ------------------------------------------------------------------ what comes back
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 def test_every_net_comes_back(net: Net, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_every_net_comes_back(net: Net, dtype: torch.dtype, tmp_path: Path) -> N
         assert same(run(found, x), run(merged, x))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, **QUIET)
 @given(plans(), st.integers(0, 7), st.sampled_from((2, 3)))
 def test_random_networks_come_back(
@@ -75,6 +77,7 @@ def test_random_networks_come_back(
     assert same(run(reloaded(merged, [net.build(99)] * count, folder), x), run(merged, x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "0", "2", "7"])
 @pytest.mark.parametrize("repair", ["bn", "refit"])
 def test_three_models_with_heads_of_their_own(
@@ -94,6 +97,7 @@ def test_three_models_with_heads_of_their_own(
         assert same(alone(images()), merged(images())[k])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "matcher", ["zip", "permute", "kmeans", "svd", zipfx.Zip(unmerge="lstsq"), zipfx.Identity()]
 )
@@ -134,6 +138,7 @@ def test_a_loaded_merge_is_one_to_work_with(tmp_path: Path) -> None:
     assert same(reloaded(again, [found, found], tmp_path)(x), again(x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "e", "a", "l"])
 @pytest.mark.parametrize("names", [("ids",), ("ids", "pads"), ("ids", "scale")])
 @pytest.mark.parametrize("meta", [False, True])
@@ -208,6 +213,7 @@ def test_files_of_others(tmp_path: Path) -> None:
 EVIL = "x(); __import__('os').abort()"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -306,6 +312,7 @@ def test_paths_of_every_kind(as_path: Any, tmp_path: Path) -> None:
     assert same(zipfx.load(path, models())(images()), merged(images()))
 
 
+@pytest.mark.slow
 def test_what_is_no_file_is_neither_written_nor_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
@@ -389,6 +396,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.slow
 def test_of_two_processes_that_save_one_wins_and_the_file_is_whole(tmp_path: Path) -> None:
     path, here = tmp_path / "merged", str(ROOT)
     pipe = subprocess.PIPE

@@ -187,6 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantized:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
@@ -248,6 +249,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", KEPT)
 def test_what_else_is_done_to_a_merge_comes_back(name: str, tmp_path: Path) -> None:
     merged = zipped()

@@ -67,6 +67,7 @@ def changes(draw: st.DrawFn, header: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deeper", "looping"])
 def test_a_header_that_was_changed_is_refused_or_gives_a_module(
     name: str, request: pytest.FixtureRequest, tmp_path: Path

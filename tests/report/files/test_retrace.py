@@ -16,6 +16,7 @@ from zipfx.report.files import retrace
 
 
 # ------------------------------------------------------------------ what is traced with
+@pytest.mark.sweep
 @pytest.mark.parametrize("shape", [[2, 2**20], [2, 2**24], [2**24, 2], [2, 2**40], [0, 2**62]])
 def test_shapes_that_were_never_traced_with_cost_nothing(
     shape: list[int], looping: Path, tmp_path: Path

@@ -35,6 +35,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(trees)
 def test_stand_ins_are_like_what_they_stand_for(value: Any) -> None:

@@ -101,6 +101,7 @@ def test_headers_that_are_none(text: str, says: str, deeper: Path, tmp_path: Pat
 
 
 # ------------------------------------------------------------------ damage
+@pytest.mark.slow
 def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)) for _ in range(2)]

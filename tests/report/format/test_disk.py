@@ -197,6 +197,7 @@ def open_path() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 def test_what_may_not_be_written_is_not(open_path: Path) -> None:
     closed, opened = open_path / "closed", open_path / "opened"
     for folder, kept in ((closed, 0o555), (opened, 0o777)):
@@ -269,6 +270,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_all_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     assert run(FULL, tmp_path / "file").stdout.startswith("OSError [Errno 27] File too large")
@@ -306,6 +308,7 @@ def end(process: subprocess.Popen[str], how: signal.Signals | None = None) -> No
         process.communicate(timeout=300)
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
@@ -318,6 +321,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert path.read_bytes() == b"new"
 
 
+@pytest.mark.slow
 def test_what_another_process_writes_to_right_now_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     other = writer(path)
@@ -330,6 +334,7 @@ def test_what_another_process_writes_to_right_now_is_left_alone(tmp_path: Path) 
     assert path.read_bytes() == b"of the other"  # who ends last
 
 
+@pytest.mark.slow
 def test_what_is_left_of_other_targets_or_not_ours_stays(tmp_path: Path) -> None:
     end(writer(tmp_path / "other"), signal.SIGKILL)
     (left,) = names(tmp_path)
@@ -345,6 +350,7 @@ def test_what_is_left_of_other_targets_or_not_ours_stays(tmp_path: Path) -> None
     assert left in names(tmp_path)
 
 
+@pytest.mark.slow
 def test_links_to_one_file_share_what_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
@@ -354,6 +360,7 @@ def test_links_to_one_file_share_what_is_left(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file", "link"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_knows_no_locks_keeps_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +406,7 @@ for _ in range(turns):
 """
 
 
+@pytest.mark.slow
 def test_of_many_writers_one_wins_and_the_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
     writers = [

@@ -51,6 +51,7 @@ def test_eps_is_made_up_for_in_the_weight_where_variances_are_small() -> None:
         merge([models[0], same], data)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("eps", [(1e-5, 1e-3), (1e-3, 1e-5), (1e-5, 2e-5), (1e-2, 1e-6)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.half])
 @pytest.mark.parametrize("partial", [None, "4"])

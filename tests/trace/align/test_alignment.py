@@ -28,6 +28,7 @@ from tests.helpers.variants import (
 from zipfx import ZipError
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("repair", ["none", "refit"])
 @pytest.mark.parametrize("other", WAYS)
 @pytest.mark.parametrize("first", WAYS)
@@ -68,6 +69,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("other", [Functions, OtherNames, OtherEps])
 @pytest.mark.parametrize(
     ("first", "cut"), [(net, cut) for net, cuts in CUTS.items() for cut in cuts]
@@ -123,6 +125,7 @@ def test_a_weight_may_be_either_summand(shape: tuple[int, int]) -> None:
 
 
 # ------------------------------------------------------------------ libraries
+@pytest.mark.slow
 def test_resnets_of_torchvision_and_timm() -> None:
     timm = pytest.importorskip("timm")
     model = built(torchvision.models.resnet18, 0)
@@ -157,6 +160,7 @@ class Deep(nn.Module):
 ROWS = [(torch.randn(32, 4),) for _ in range(3)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("first", "other", "cut", "says"),
     [
@@ -190,6 +194,7 @@ def test_a_stage_that_is_longer_in_one_model() -> None:
     assert error(a[1], b[0]) < 1e-5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("cut", "says"),
     [

@@ -48,6 +48,7 @@ def followed(block: nn.Module, seed: int = 0) -> nn.Module:
     return nn.Sequential(block, nn.ReLU(), nn.Linear(width, 3)).double().eval()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "0", "1", "first of block", "last of block"])
 @pytest.mark.parametrize(
     ("one", "other"),
@@ -79,6 +80,7 @@ def test_branches_may_be_evaluated_in_any_order(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "names"), [("v k q", "a b c"), ("k v q", "v q k")])
 def test_what_is_computed_counts_more_than_names(order: str, names: str) -> None:
     """Two layers of attention, the projections of which have other names, or misleading ones."""

@@ -55,6 +55,7 @@ def test_parameters_that_forward_writes_to_are_copies() -> None:
     assert not models[0].count.any()
 
 
+@pytest.mark.slow
 def test_without_a_cut_there_is_no_head_and_with_one_the_trunk_ends_there() -> None:
     models = Counting(), Counting()
     whole, part = traced(*models), traced(*models, partial="norm")

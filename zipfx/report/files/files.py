@@ -23,7 +23,7 @@ from zipfx.modes import fixed_randomness, own_modes
 from zipfx.report.files.made import as_made, check_as_made, extra_texts
 from zipfx.report.files.rebuild import rebuilt
 from zipfx.report.files.recipe import Recipe
-from zipfx.report.files.retrace import off_meta, retraced
+from zipfx.report.files.retrace import Way, off_meta, retraced
 from zipfx.report.files.stand_ins import Traced, as_described
 from zipfx.report.files.stored import (
     check_storable,
@@ -38,7 +38,7 @@ from zipfx.report.format.as_json import parsed, read, written
 from zipfx.report.format.container import LONGEST, contents, library, unsigned, write
 from zipfx.report.format.disk import replacing, text_path
 from zipfx.report.report import Report
-from zipfx.trace import KEY
+from zipfx.trace import KEY, Front, FrontName, front_of
 from zipfx.version import __version__
 
 #: of the format; 1 had no checksum, and NaN and Infinity in its JSON
@@ -182,6 +182,7 @@ def load(
     *,
     tracer: fx.Tracer | None = None,
     example_inputs: Any = None,
+    front: str | Front = "auto",
 ) -> fx.GraphModule:
     """Read a merged module that `zipfx.save` wrote; nothing that is in the file is executed.
 
@@ -198,7 +199,8 @@ def load(
         example_inputs: input (or tuple of arguments) to trace with, as in `zip`; default: random
             ones of the shapes and dtypes that `zip` traced with, if these are not very large. Only
             models that can not be traced symbolically need any, and of these only those that ask
-            for more than shapes are run on them.
+            for more than shapes are run on them, and those that torch.export has traced.
+        front: the `zipfx.Export` with settings, or the function, that `zip` was given, if any.
 
     Returns:
         A GraphModule like the saved one, with the same graph, names, tensors (to the bit, in their
@@ -216,7 +218,7 @@ def load(
         with torch.no_grad():
             header, tensors = _read_file(path)
             _check_header(header, len(models))
-            return _loaded(header, tensors, models, tracer, example_inputs)
+            return _loaded(header, tensors, models, tracer, example_inputs, front_of(front))
     except ZipError as error:
         raise ZipError(f"{path!r} can not be loaded: {error}") from error
 
@@ -230,6 +232,7 @@ def _loaded(
     models: Sequence[nn.Module],
     tracer: fx.Tracer | None,
     example_inputs: Any,
+    front: FrontName | Front,
 ) -> MergedModule:
     recipe = header.recipe
 
@@ -251,10 +254,8 @@ def _loaded(
     with fixed_randomness(0):
         own = [off_meta(model) if k in recipe.needs else model for k, model in enumerate(models)]
         home = next((t.device for t in named(own[0]).values()), torch.device("cpu"))
-        traced = {
-            k: retraced(own[k], k, recipe, header.traced, tracer, example_inputs, home)
-            for k in recipe.needs
-        }
+        way = Way(header.traced, tracer, example_inputs, home, front)
+        traced = {k: retraced(own[k], k, recipe, way) for k in recipe.needs}
         merged = rebuilt(recipe, traced, take)
     put_back_as_saved(
         merged, find_computed(merged, own, homes(len(own), header.report.partial)), names, take

@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError
 from zipfx.merge import BAKED, HEADS, INSERTED, MergedModule, Part, build, mark, planted
-from zipfx.model.calls import EXPECTATIONS, expect_equal
+from zipfx.model.calls.expect import EXPECTATIONS, Expectation, expect_equal
+from zipfx.model.calls.sizes import expect_sizes
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.report.files.recipe import UNMERGE_NAME, GraphStep, Recipe, reads_of
 from zipfx.trace import ValueOf
@@ -37,10 +38,8 @@ _SIZES = {
 }
 
 
-#: checks of inputs, and how many values each compares with
-_CHECKS: dict[str, tuple[Callable[..., None], int]] = {
-    check.__name__: (check, int(check is expect_equal)) for check in EXPECTATIONS
-}
+#: checks of inputs
+_CHECKS: dict[str, Callable[..., None]] = {check.__name__: check for check in EXPECTATIONS}
 
 
 def rebuilt(
@@ -208,17 +207,21 @@ def _expected(graph: fx.Graph, step: GraphStep, made: Mapping[str, fx.Node]) -> 
         found = None
     inputs = [_read(name, step, made) for name in step.reads]
     plain = isinstance(found, list) and all(isinstance(v, (bool, int, float, str)) for v in found)
-    check, count = _CHECKS[step.does.target]
+    check = _CHECKS[step.does.target]
+    several = check is expect_sizes
+    texts = plain and all(isinstance(v, str) for v in found)
+    fits = texts if several else plain and len(found) == int(check is expect_equal)
     if (
-        not plain
-        or len(found) != count
-        or [n.op for n in inputs] != ["placeholder"]
+        not fits
+        or any(n.op != "placeholder" for n in inputs)
+        or (len(inputs) != 1 and not several)
         or step.part is not None
         or step.dims
     ):
         raise ZipError(f"node {step.name!r} checks no input of the models")
-    args = (inputs[0], str(inputs[0].target), *found)
-    return graph.create_node("call_function", check, args, name=step.name)
+    by_name = {str(n.target): n for n in inputs}
+    expected = Expectation(", ".join(by_name), check, tuple(found))
+    return graph.create_node("call_function", check, expected.arguments(by_name), name=step.name)
 
 
 def _check_unmerge(root: nn.Module, node: fx.Node, step: GraphStep) -> None:

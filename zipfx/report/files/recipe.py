@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from zipfx.errors import ZipError
 from zipfx.merge import BAKED, HEADS, INSERTED, Part, origin_of
 from zipfx.model.callables import name_of_callable, without_addresses
-from zipfx.model.calls import EXPECTATIONS
+from zipfx.model.calls.expect import EXPECTATIONS
 from zipfx.model.contents import attributes, code_of
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.model.parametrized import is_computing, plain_class, tensor_of

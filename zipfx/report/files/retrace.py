@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,44 +15,68 @@ from zipfx.observe import example_arguments, example_batch
 from zipfx.report.files.recipe import Recipe, misfit
 from zipfx.report.files.stand_ins import Traced, drawn
 from zipfx.report.files.stored import named
-from zipfx.trace import ExampleTracer, Tracer, trace, ways, with_tensors
+from zipfx.trace import (
+    ExampleTracer,
+    Front,
+    FrontName,
+    Tracer,
+    given_of,
+    trace,
+    tracers,
+    with_tensors,
+)
 
 _META = torch.device("meta")
 Make = Callable[[], fx.Tracer | None]
 
 
-def retraced(
-    model: nn.Module,
-    k: int,
-    recipe: Recipe,
-    traced: Traced,
-    tracer: fx.Tracer | None,
-    example_inputs: Any,
-    device: torch.device,
-) -> fx.GraphModule:
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How models are traced again: as the file says, and with what the caller gives.
+
+    device: where inputs are drawn that forward has to run on.
+    """
+
+    traced: Traced
+    tracer: fx.Tracer | None
+    example_inputs: Any
+    device: torch.device
+    front: FrontName | Front = "auto"
+
+    def inputs(self, model: nn.Module) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Forward's arguments, and the names of the last of them (`arguments.in_order`)."""
+        if self.example_inputs is not None:
+            example = example_batch(self.example_inputs, self.device)
+            return example_arguments(model.forward, *example)
+        return _arguments(model, self.traced, self.device)
+
+
+def retraced(model: nn.Module, k: int, recipe: Recipe, way: Way) -> fx.GraphModule:
     """Model k as zip traced it: in the first of the ways to trace that gives what was saved.
 
     Most models are traced without inputs. Others are asked for shapes only, for which the "meta"
-    device will do. What needs values (a flag in a buffer) is run on inputs that are drawn.
+    device will do. What needs values (a flag in a buffer), or torch.export, is run on inputs that
+    are drawn.
 
     Raises:
         ZipError: none of them does.
     """
-    search = _Search(model, k, recipe, device)
-    if tracer is not None or isinstance(model, fx.GraphModule):
-        found = search.first([lambda: tracer])
-    elif example_inputs is not None:
-        given = example_arguments(model.forward, *example_batch(example_inputs, device))
-        found = search.first(ways(model, *given))
+    search = _Search(model, k, recipe, way.device)
+    if way.tracer is not None or isinstance(model, fx.GraphModule):
+        found = search.first([lambda: way.tracer])
+    elif way.traced.front != "symbolic":
+        found = search.by_front(way)
+    elif way.example_inputs is not None:
+        found = search.first(_ways(model, *way.inputs(model)))
     else:
-        found = search.with_stand_ins(traced)
+        found = search.with_stand_ins(way.traced)
     if found is not None:
         return found
-    own = traced.tracer
+    own = way.traced.tracer
     raise ZipError(
         f"model {k} is not of the architecture that was saved: "
         + [*search.misfits, *search.failures][0]
-        + f". zip was given tracer={own}: give the same to load" * bool(own and tracer is None)
+        + f". zip was given tracer={own}: give the same to load" * bool(own and way.tracer is None)
     )
 
 
@@ -78,11 +103,26 @@ class _Search:
             if found is None:
                 raise
             return found
-        found = self.first(ways(self.model, *shapes))
+        found = self.first(_ways(self.model, *shapes))
         if found is None and self.unfinished:
-            makers = ways(self.model, *_arguments(self.model, traced, self.device))
+            makers = _ways(self.model, *_arguments(self.model, traced, self.device))
             found = self.first([makers[i] for i in self.unfinished])
         return found
+
+    def by_front(self, way: Way) -> fx.GraphModule | None:
+        """The graph that another front than torch.fx gives, if it fits."""
+        front: FrontName | Front = "export" if way.front == "auto" else way.front
+        model = off_meta(self.model)
+        inputs, by_name = way.inputs(model)
+        try:
+            module = trace(model, inputs=inputs, by_name=by_name, folded=True, front=front)
+        except ZipError as error:
+            self.failures.append(str(error))
+            return None
+        found = misfit(self.recipe, self.k, module)
+        if found is not None:
+            self.misfits.append(found)
+        return None if found else module
 
     def first(self, makers: Sequence[Make]) -> fx.GraphModule | None:
         """The first graph that fits; in unfinished those that values could help."""
@@ -104,6 +144,12 @@ class _Search:
                 return _off_meta_graph(module, self.device)
             self.misfits.append(found)
         return None
+
+
+def _ways(model: nn.Module, inputs: Sequence[Any], by_name: Sequence[str]) -> list[Make]:
+    """The tracers that are tried with these inputs."""
+    found: list[Make] = tracers(model, given_of(model, inputs, by_name))
+    return found
 
 
 def _arguments(

@@ -25,11 +25,12 @@ LARGEST_SHAPES = 2**25
 @dataclass(frozen=True)
 class Traced:
     """inputs: the example inputs, as `described`; tracer: the type of the caller's own, if any;
-    names: of the last inputs, those that are given by name."""
+    names: of the last inputs, those that are given by name; front: what made the graphs."""
 
     inputs: Any
     tracer: str | None = None
     names: tuple[str, ...] = ()
+    front: str = "symbolic"
 
 
 def described(value: Any) -> Any:

@@ -14,7 +14,9 @@ from zipfx.model.tensors import named_tensors
 from zipfx.trace.align.alignment import aligned
 from zipfx.trace.align.correspond import check_constants, check_outputs, counterparts
 from zipfx.trace.align.cut import first_name, last_node
-from zipfx.trace.tracing import trace
+from zipfx.trace.fronts.front import Front
+from zipfx.trace.record import record_of
+from zipfx.trace.tracing import FrontName, trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +58,14 @@ def trace_all(
     *,
     partial: str | None = None,
     tracer: fx.Tracer | None = None,
+    front: FrontName | Front = "auto",
     device: torch.device | None = None,
     home: torch.device | None = None,
 ) -> TracedModels:
     """Trace K models, see what they write to, and find the cut in the first of them.
 
     Args:
+        front: see `trace`.
         device: where the graphs are to live; home: where the models do. Weights are shared with
             the models where both are the same, and no forward writes to them.
 
@@ -69,13 +73,16 @@ def trace_all(
         ZipError: a model can not be traced, or fails on the inputs; `partial` is no cut.
     """
 
-    def traced(where: torch.device | None) -> list[fx.GraphModule]:
-        return [trace(m, tracer, where, inputs, by_name, folded=True) for m in models]
+    def traced(where: torch.device | None, way: FrontName | Front) -> list[fx.GraphModule]:
+        return [trace(m, tracer, where, inputs, by_name, folded=True, front=way) for m in models]
 
-    modules = traced(None if device == home else device)
+    modules = traced(None if device == home else device, front)
+    if {record_of(m).front for m in modules} == {"symbolic", "export"}:
+        front = "export"  # what one of them needs, all can have
+        modules = traced(None if device == home else device, front)
     states = [state_of(m, inputs, f"model {k} fails on {given}") for k, m in enumerate(modules)]
     if any(isinstance(t, nn.Parameter) for state in states for t in state.tensors):
-        modules = traced(device)  # on memory of their own
+        modules = traced(device, front)  # on memory of their own
         states = [state_of(m, inputs) for m in modules]
     cut = None if partial is None else first_name(modules[0], partial)
     last = last_node(modules[0], cut)

@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 
-from zipfx.model.calls import Argument
-from zipfx.trace.known import Evaluation, Known, NodeCall, Questions
+from zipfx.model.calls.arguments import Argument
+from zipfx.trace.fronts.known import Evaluation, Known, NodeCall, Questions
+from zipfx.trace.fronts.symbolic import Tracer
 from zipfx.trace.nodes import is_in_place
-from zipfx.trace.symbolic import Tracer
 
 #: what makes tensors out of numbers: with unknown sizes these calls must become nodes
 FACTORIES = """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zipfx
 from tests.helpers.laws import EXACT, error, permuted
 from zipfx import ZipError
-from zipfx.model.calls import in_order, spelled
+from zipfx.model.calls.arguments import in_order, spelled
 
 
 class Base(nn.Module):
@@ -95,6 +95,7 @@ def numbers() -> Tensor:
     return torch.rand(16).double() + 0.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("partial", [None, "a"])
 @pytest.mark.parametrize(
     ("net", "entries", "left_out"),

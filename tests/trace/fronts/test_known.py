@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
-from zipfx.trace.known import Evaluation, Known, NodeCall, Questions
+from zipfx.trace.fronts.known import Evaluation, Known, NodeCall, Questions
 
 X = torch.arange(6.0).reshape(2, 3)
 ROOT = nn.Linear(3, 3)

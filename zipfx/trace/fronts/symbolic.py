@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from zipfx.model.calls import Argument, call
+from zipfx.model.calls.arguments import Argument, call
 
 #: modules of torch that are made of others, and of nothing else
 OPENED: tuple[type[nn.Module], ...] = (

@@ -21,8 +21,8 @@ from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zipfx.trace.fronts.symbolic import is_tracing_code
 from zipfx.trace.nodes import name_of
-from zipfx.trace.symbolic import is_tracing_code
 
 #: values that leave for Python where torch can not see it
 _ESCAPES = ("tolist", "numpy")

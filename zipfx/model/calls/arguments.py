@@ -1,4 +1,4 @@
-"""Calls: what a model's forward is given, as values that a graph takes one by one.
+"""Arguments: what a model's forward is given, as values that a graph takes one by one.
 
 A graph has one placeholder for each value.  `*args` and `**kwargs` have none of their own: what
 they hold on the example inputs are further placeholders, under their own names.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from zipfx.errors import ZipError
 from zipfx.model.copies import structural_copy, views
 from zipfx.model.running import untouched
 from zipfx.model.tensors import leaves, map_tensors
@@ -216,53 +215,3 @@ def _adds_outputs(more: _Given, fewer: _Given) -> bool:
 def _subsequence(few: Sequence[Any], many: Sequence[Any]) -> bool:
     left = iter(many)
     return all(any(x == y for y in left) for x in few)
-
-
-# ------------------------------------------------------------------ what a graph takes for granted
-def expect_absent(value: Any, name: str) -> None:
-    """Refuse what the graph has no use for, since it was traced without.
-
-    >>> expect_absent(1, "mask")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    zipfx.errors.ZipError: 'mask' was None when the models were traced, and would be ignored: ...
-    """
-    if value is not None:
-        raise ZipError(
-            f"{name!r} was None when the models were traced, and would be ignored: call it "
-            f"without, or merge with batches (or example_inputs) that hold {name!r}"
-        )
-
-
-def expect_given(value: Any, name: str) -> None:
-    """Refuse to go on without what the models were traced with."""
-    if value is None:
-        raise ZipError(
-            f"{name!r} was given when the models were traced, and is needed: call it with "
-            f"{name}=..., or merge with batches (or example_inputs) without {name!r}"
-        )
-
-
-def expect_equal(value: Any, name: str, wanted: Any) -> None:
-    """Refuse another setting than the one that forward was traced with."""
-    if value != wanted:
-        raise ZipError(
-            f"{name!r} was {wanted!r} when the models were traced, which decided the way that "
-            f"forward takes, and is {value!r}: merge with example_inputs that say so"
-        )
-
-
-EXPECTATIONS = (expect_absent, expect_given, expect_equal)
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """What a graph expects of one of its inputs: one of `EXPECTATIONS`, with a value to compare."""
-
-    name: str
-    check: Callable[..., None]
-    wanted: Any = None
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What the check is called with behind the input."""
-        return (self.name, self.wanted) if self.check is expect_equal else (self.name,)

@@ -1,0 +1,1 @@
+"""Fronts: the ways in which a module becomes a graph, behind one contract (`front`)."""
