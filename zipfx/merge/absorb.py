@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from zipfx.analysis import Facts, Kind, NodeFacts
@@ -16,6 +17,13 @@ from zipfx.merge.moved import Moved
 from zipfx.model.tensors import named_tensors
 
 T = TypeVar("T")
+
+_APPLY = "linear conv1d conv2d conv3d"
+#: functions that apply a layer whose weights they are given, and do nothing else with them
+APPLY = frozenset(
+    found for name in _APPLY.split()
+    for found in (getattr(F, name), getattr(torch.ops.aten, name).default)
+)  # fmt: skip
 
 
 def _by_node(entries: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
@@ -52,8 +60,12 @@ class Absorber:
         if not merged or not self._can_stay_merged(i, merged):
             return None
         maps: dict[int, list[Move]] = {}
+        seen: set[tuple[bytes, ...]] = set()  # a product of complex numbers is several real ones
         for c in self.contractions.get(i, ()):
             if any(self.moved.among(x) for x in c.x):
+                if (key := (c.w.tobytes(), *(x.tobytes() for x in c.x))) in seen:
+                    continue
+                seen.add(key)
                 found = self._columns(c.w, c.x)
                 if found is None or found[0] in refused or self._gives(i, c.w):
                     return None

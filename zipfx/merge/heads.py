@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from zipfx.analysis import Facts, Grouping, Kind, overlapping
 from zipfx.errors import ZipError
 from zipfx.match import AxisMap, Merge, Move
-from zipfx.merge.absorb import Absorber
+from zipfx.merge.absorb import APPLY, Absorber
 from zipfx.merge.moved import Moved
 from zipfx.trace.nodes import describe, tensors_at
 
@@ -163,10 +163,12 @@ class _HeadPlanner:
         return crossing and fact.kind == Kind.DATA and self.moved.lies_in(fact)
 
     def _parameters(self, i: int) -> list[Tensor]:
-        """The weights that node i uses: to read one is not to use it."""
+        """The weights that node i uses; for those who apply a layer, to read one is not to use it
+        (a function of the model's own may do anything with it)."""
         node = self.nodes[i]
-        read = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        nodes = [node, *read] if node.op == "call_module" else read
+        if node.op == "get_attr" and all(user.target in APPLY for user in node.users):
+            return []
+        nodes = [node, *(n for n in node.all_input_nodes if n.op == "get_attr")]
         return [t for n in nodes for t in tensors_at(self.module, n)]
 
     def _restore(self, j: int, i: int, plan: HeadPlan) -> None:

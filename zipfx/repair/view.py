@@ -18,12 +18,16 @@ from zipfx.model.memory import span
 from zipfx.model.running import shapes
 from zipfx.model.tensors import first_samples, is_batch_norm
 from zipfx.repair.layers import layer_of
-from zipfx.trace.nodes import is_in_place, only_looked_at, tensors_at
+from zipfx.trace.nodes import is_in_place, name_of, only_looked_at, tensors_at
 
-_ADDS = (add, iadd, torch.add, torch.ops.aten.add.Tensor, "add", "add_")
+aten = torch.ops.aten
+_ADDS = (add, iadd, torch.add, aten.add.Tensor, aten.add_.Tensor, "add", "add_")
 #: what hands its input on as it is, in eval mode
 _PASSING = (nn.Identity, nn.modules.dropout._DropoutNd)
-_PASSING_CALLS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth")
+_PASSING_CALLS = (
+    "dropout", "dropout_", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
+    "stochastic_depth", "clone", "contiguous",
+)  # fmt: skip
 #: activations that are flat below and above
 _FLAT: dict[object, tuple[float, float]] = {
     nn.ReLU: (0, math.inf),
@@ -33,7 +37,8 @@ _FLAT: dict[object, tuple[float, float]] = {
     torch.relu_: (0, math.inf),
     "relu": (0, math.inf),
     "relu_": (0, math.inf),
-    torch.ops.aten.relu.default: (0, math.inf),
+    aten.relu.default: (0, math.inf),
+    aten.relu_.default: (0, math.inf),
     nn.ReLU6: (0, 6),
     F.relu6: (0, 6),
 }
@@ -107,7 +112,7 @@ class GraphView:
         while len(end.users) == 1:
             user = next(iter(end.users))
             if isinstance(self.module(user), _PASSING) or (
-                user.op == "call_function" and user.target.__name__ in _PASSING_CALLS  # type: ignore[union-attr]
+                user.op == "call_function" and name_of(user.target) in _PASSING_CALLS
             ):
                 end = user
                 continue

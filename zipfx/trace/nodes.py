@@ -17,6 +17,13 @@ _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operat
 
 
 def name_of(target: Any) -> str:
+    """Of a function or a method, without the overload of an aten call.
+
+    >>> import torch
+    >>> name_of(torch.relu), name_of("view"), name_of(torch.ops.aten.add_.Tensor)
+    ('relu', 'view', 'add_')
+    """
+    target = getattr(target, "overloadpacket", target)
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 

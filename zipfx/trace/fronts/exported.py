@@ -30,6 +30,7 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import batch_size, clone_tensors, leaves, map_tensors
 from zipfx.modes import as_caller
 from zipfx.trace.fronts.front import Given, twin_of, with_record
+from zipfx.trace.fronts.raised import raise_calls
 from zipfx.trace.fronts.written import rewritten
 from zipfx.trace.record import Record
 from zipfx.values import ByValue
@@ -64,6 +65,7 @@ class Export(ByValue):
         own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
         _plant_constants(twin, graph, program)
         module = GraphModule(twin, graph, type(model).__name__)
+        raise_calls(module, given.values or ())
         constants = frozenset(dict(module.named_buffers())) - own
         expects = (*_settings(given), *_sizes(given, conditions))
         return with_record(module, twin, Record(constants, expects=expects, front="export"))

@@ -24,7 +24,9 @@ _CHECKS = (
     "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range",
     "sym_constrain_range_for_size",
 )  # fmt: skip
-_AGAIN = re.compile(r"@\d+")  # of a module that is called once more
+AGAIN = re.compile(r"@\d+")  # of a module that is called once more
+#: where a node says by which calls of modules it came to be, outermost first: {call: path}
+CALL = "zipfx_call"
 
 
 def is_written(graph: fx.Graph) -> bool:
@@ -191,14 +193,18 @@ def _checks(node: fx.Node) -> bool:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """What is kept of a node: the modules it came from."""
+    """What is kept of a node: the modules it came from, and by which calls of them."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-    paths = {
-        key: (_AGAIN.sub("", str(path)), cls)
+    known = {
+        key: (str(path), cls)
         for key, (path, cls) in stack.items()
         if not str(path).startswith("_empty_nn_module_stack")
     }
-    return {"nn_module_stack": paths} if paths else {}
+    if not known:
+        return {}
+    plain = {key: (AGAIN.sub("", path), cls) for key, (path, cls) in known.items()}
+    calls = {(key, path): plain[key][0] for key, (path, _) in known.items()}  # one has the "@1"
+    return {"nn_module_stack": plain, CALL: calls}
 
 
 def _leaves(value: Any, what: str, path: tuple[Any, ...] = ()) -> Iterator[tuple[fx.Node, Any]]:
