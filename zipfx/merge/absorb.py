@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -18,12 +19,14 @@ from zipfx.model.tensors import named_tensors
 
 T = TypeVar("T")
 
-_APPLY = "linear conv1d conv2d conv3d"
+_LAYERS, _PRODUCTS = "linear conv1d conv2d conv3d".split(), "addmm mm matmul".split()
 #: functions that apply a layer whose weights they are given, and do nothing else with them
-APPLY = frozenset(
-    found for name in _APPLY.split()
-    for found in (getattr(F, name), getattr(torch.ops.aten, name).default)
-)  # fmt: skip
+APPLY = frozenset((
+    operator.matmul,
+    *(getattr(F, name) for name in _LAYERS),
+    *(getattr(torch, name) for name in _PRODUCTS),
+    *(getattr(torch.ops.aten, name).default for name in (*_LAYERS, *_PRODUCTS)),
+))  # fmt: skip
 
 
 def _by_node(entries: Iterable[tuple[int, T]]) -> dict[int, list[T]]:

@@ -23,8 +23,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.merge import mark, origin_of
 from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
+from zipfx.model.running import shapes
 from zipfx.model.tensors import runs_as
 from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers
+from zipfx.repair.exposed.products import PRODUCTS, layer_of_product, operands, unflattened
 from zipfx.trace.nodes import looks, only_looked_at, tensors_at
 
 _PROJECTIONS = ("query", "key", "value")
@@ -49,8 +51,9 @@ def title(node: fx.Node) -> str:
 def unfold(
     module: fx.GraphModule, inputs: Sequence[Any], *, to_write: bool = True
 ) -> fx.GraphModule:
-    """The same graph with `nn.MultiheadAttention`, `F.linear`, `F.conv1d` to `conv3d`, and
-    functions that call `F.linear` unfolded; nodes keep their names, tensors their memory.
+    """The same graph with `nn.MultiheadAttention`, `F.linear`, `F.conv1d` to `conv3d`, products
+    with parameters, and functions that call `F.linear` unfolded; nodes keep their names, tensors
+    their memory.
 
     Args:
         module: a traced model, or a merged one.
@@ -70,6 +73,8 @@ def unfold(
     ['attention.query', 'attention.key', 'attention.value']
     """
     splice = _Splice(module, to_write)
+    products = to_write and any(node.target in PRODUCTS for node in module.graph.nodes)
+    sizes = {n.name: size for n, size in shapes(module, inputs).items()} if products else {}
     inner = inner_layers(module, inputs)
     for node in list(splice.graph.nodes):
         if node.op == "call_module" and node.target not in splice.made:
@@ -78,6 +83,8 @@ def unfold(
                 _attention(splice, node, leaf)
         elif node.target in (*_LINEAR, *_CONVOLUTIONS) and to_write:
             _function(splice, node)
+        elif node.target in PRODUCTS and to_write:
+            _product(splice, node, sizes)
         elif node.name in inner:
             _pieces(splice, node, inner[node.name])
     return with_graph(module, splice.graph, splice.made)
@@ -209,13 +216,7 @@ def _function(splice: _Splice, node: fx.Node) -> None:
     given = _arguments(node)
     x, *weights = (given.pop(name, None) for name in _ARGUMENTS[:3])
     own = [w for w in weights if w is not None]
-    if not isinstance(x, fx.Node) or any(
-        not isinstance(w, fx.Node)
-        or w.op != "get_attr"
-        or not splice.owns(w)
-        or any(user is not node and not looks(user, w) for user in w.users)
-        for w in own
-    ):
+    if not isinstance(x, fx.Node) or not all(_is_own(splice, node, w) for w in own):
         return
     found: list[Any] = [None if w is None else attribute(splice.module, w.target) for w in weights]
     numbers = [n for v in given.values() for n in (v if isinstance(v, (tuple, list)) else [v])]
@@ -231,6 +232,34 @@ def _function(splice: _Splice, node: fx.Node) -> None:
     layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
     splice.becomes(node, title(weights[0]), layer, x)
     _erase_unread(splice.graph, own)
+
+
+def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]]) -> None:
+    """The product of an input with a parameter is a linear layer."""
+    given = operands(node)
+    x, weight, bias = (given.get(name) for name in _ARGUMENTS[:3])
+    own = [w for w in (weight, bias) if w is not None]
+    if not isinstance(x, fx.Node) or not own or any(not _is_own(splice, node, w) for w in own):
+        return
+    found = [None if w is None else attribute(splice.module, w.target) for w in (weight, bias)]
+    kernel, offset = found
+    if (
+        not all(t is None or isinstance(t, nn.Parameter) for t in found)
+        or kernel is None
+        or kernel.ndim != 2
+        or (offset is not None and offset.shape != kernel.shape[1:])
+    ):
+        return
+    end, whole = unflattened(node, x, sizes)
+    splice.becomes(end, title(weight), layer_of_product(kernel, offset), whole)  # type: ignore[arg-type]
+    _erase_unread(splice.graph, [*([node] if end is not node else []), x, *own])
+
+
+def _is_own(splice: _Splice, node: fx.Node, w: Any) -> bool:
+    """Whether a weight is a tensor of the module that this node alone reads."""
+    if not isinstance(w, fx.Node) or w.op != "get_attr" or not splice.owns(w):
+        return False
+    return all(user is node or looks(user, w) for user in w.users)
 
 
 def _pieces(splice: _Splice, node: fx.Node, inner: Sequence[Inner]) -> None:

@@ -1,0 +1,73 @@
+"""Products: `x @ weight`, which has the inputs of a layer in its rows, is a linear layer as well.
+
+So are `Conv1D` of GPT-2 and its kin: x is flattened to two dimensions, multiplied, and given its
+other dimensions back. The layer then reads x as it was, and its node is the last one of these.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zipfx.trace.nodes import name_of
+
+aten = torch.ops.aten
+_MATMUL, _ADDMM = ("input", "weight"), ("bias", "input", "weight")
+#: functions of the product of an input with a parameter, and the names of their arguments
+PRODUCTS: dict[Any, tuple[str, ...]] = {
+    torch.addmm: _ADDMM,
+    aten.addmm.default: _ADDMM,
+    **dict.fromkeys((torch.mm, torch.matmul, operator.matmul), _MATMUL),
+    **dict.fromkeys((aten.mm.default, aten.matmul.default), _MATMUL),
+}
+_VIEWS = ("view", "reshape", "_unsafe_view")
+
+
+def operands(node: fx.Node) -> dict[str, Any]:
+    """What a product is of, by name; nothing, if it is scaled.
+
+    >>> graph = fx.Graph()
+    >>> x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    >>> operands(graph.call_function(torch.matmul, (x, weight)))
+    {'input': x, 'weight': weight}
+    """
+    return {} if node.kwargs else dict(zip(PRODUCTS[node.target], node.args))
+
+
+def unflattened(
+    node: fx.Node, x: fx.Node, shapes: Mapping[str, Sequence[int]]
+) -> tuple[fx.Node, fx.Node]:
+    """The node that has what a product gives, and what it reads, as they are around a flattening to
+    two dimensions; else the node, and x.
+
+    shapes: of what nodes give, by their names.
+    """
+    (reader, *others) = node.users or (node,)
+    if others or not (_is_view(x) and _is_view(reader)) or len(x.users) > 1:
+        return node, x
+    whole = x.args[0]
+    if not isinstance(whole, fx.Node) or reader.args[0] is not node:
+        return node, x
+    if not {whole.name, reader.name, node.name} <= set(shapes):
+        return node, x
+    before, after = tuple(shapes[whole.name]), tuple(shapes[reader.name])
+    if before[:-1] != after[:-1] or after[-1] != shapes[node.name][-1]:
+        return node, x
+    return reader, whole
+
+
+def _is_view(node: fx.Node) -> bool:
+    called = node.op in ("call_function", "call_method")
+    return called and name_of(node.target) in _VIEWS
+
+
+def layer_of_product(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """x @ weight + bias, on the memory of both."""
+    turned = nn.Parameter(weight.data.T, requires_grad=False)
+    layer = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device="meta")
+    layer.weight, layer.bias = turned, bias  # type: ignore[assignment]
+    return layer.eval()
