@@ -31,7 +31,7 @@ from zipfx.merge import head
 from zipfx.observe import Statistics
 from zipfx.pipeline import zip
 from zipfx.repair import Refit, Refitted
-from zipfx.report import Report, load, save
+from zipfx.report import Report, load, save, to_model
 from zipfx.trace import Export
 from zipfx.version import __version__
 
@@ -65,5 +65,6 @@ __all__ = [
     "load",
     "register_rule",
     "save",
+    "to_model",
     "zip",
 ]

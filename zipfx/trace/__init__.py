@@ -8,7 +8,7 @@ from zipfx.trace.align.correspond import counterparts, same_graph
 from zipfx.trace.align.cut import unpacked
 from zipfx.trace.align.models import TracedModels, correspond, trace_all
 from zipfx.trace.fronts.by_example import ExampleTracer, with_tensors
-from zipfx.trace.fronts.exported import Export, unwrapped
+from zipfx.trace.fronts.exported import Export, switched_off, unwrapped
 from zipfx.trace.fronts.front import Front
 from zipfx.trace.fronts.recorded import tracers
 from zipfx.trace.fronts.symbolic import Tracer
@@ -35,6 +35,7 @@ __all__ = [
     "plant_unused",
     "record_of",
     "same_graph",
+    "switched_off",
     "trace",
     "trace_all",
     "tracers",
