@@ -92,7 +92,9 @@ def test_where_the_class_has_no_place_it_says_so() -> None:
     models: list[nn.Module] = [Stream(0), Stream(1)]
     merged = merge(models, partial="a", matcher="permute")
     assert zipfx.to_model(merged, like=models[0], head=0)
-    says = r"head 1 puts the features of node head1_relu in its own order .* choose a cut after which"
+    says = (
+        r"head 1 puts the features of node head1_relu in its own order .* choose a cut after which"
+    )
     with pytest.raises(ZipError, match=says):
         zipfx.to_model(merged, like=models[1], head=1)
 

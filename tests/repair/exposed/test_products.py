@@ -27,6 +27,11 @@ def addmm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return flat.view((*x.size()[:-1], w.size(-1)))
 
 
+def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As Falcon has it."""
+    return x @ w.T + b
+
+
 def matmul(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(x, w)
 
@@ -44,9 +49,11 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.function = [function]
         self.inp, self.h = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
-        self.up = nn.Parameter(torch.randn(WIDTH, 20) / 3)
+        up, down = torch.randn(WIDTH, 20) / 3, torch.randn(20, WIDTH) / 3
+        if function is turned:
+            up, down = up.T.contiguous(), down.T.contiguous()
+        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
         self.of_up = nn.Parameter(torch.randn(20))
-        self.down = nn.Parameter(torch.randn(20, WIDTH) / 3)
         self.of_down = nn.Parameter(torch.randn(WIDTH))
         self.double().eval()
 
@@ -67,7 +74,7 @@ fronts = pytest.mark.parametrize("front", ["symbolic", "export"])
 
 
 @fronts
-@pytest.mark.parametrize("function", [product, addmm, matmul])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
 def test_they_are_layers_and_the_graph_computes_the_same(function: Any, front: str) -> None:
     model = Net(function)
     module = trace(model, inputs=(data()[0],), front=front)  # type: ignore[arg-type]
@@ -81,7 +88,7 @@ def test_they_are_layers_and_the_graph_computes_the_same(function: Any, front: s
 
 
 @fronts
-@pytest.mark.parametrize("function", [product, addmm, matmul])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
 def test_they_get_better(function: Any, front: str) -> None:
     models = [Net(function, seed) for seed in (0, 1)]
     before, after = (merge(models, data(), matcher="permute", repair=r, front=front)
@@ -98,7 +105,7 @@ def test_they_get_better(function: Any, front: str) -> None:
 @pytest.mark.sweep
 @fronts
 @pytest.mark.parametrize("partial", [None, "inp"])
-@pytest.mark.parametrize("function", [product, addmm, matmul])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
 def test_law_3_nothing_changes_where_the_merge_is_exact(
     function: Any, partial: str | None, front: str
 ) -> None:

@@ -65,9 +65,32 @@ def _is_view(node: fx.Node) -> bool:
     return called and name_of(node.target) in _VIEWS
 
 
-def layer_of_product(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """x @ weight + bias, on the memory of both."""
-    turned = nn.Parameter(weight.data.T, requires_grad=False)
-    layer = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device="meta")
-    layer.weight, layer.bias = turned, bias  # type: ignore[assignment]
+def untransposed(node: Any) -> tuple[Any, bool]:
+    """What a node is the transpose of (else the node), and whether it is one.
+
+    >>> graph = fx.Graph()
+    >>> weight = graph.get_attr("weight")
+    >>> untransposed(graph.call_method("t", (weight,))), untransposed(weight)
+    ((weight, True), (weight, False))
+    """
+    if not isinstance(node, fx.Node) or len(node.users) > 1 or not node.args or node.kwargs:
+        return node, False
+    turned = {
+        "getattr": (("T",), ("mT",)),
+        "t": ((),),
+        "numpy_T": ((),),
+        "transpose": ((0, 1), (1, 0), (-2, -1), (-1, -2)),
+        "permute": (([1, 0],), (1, 0)),
+    }.get(name_of(node.target), ())
+    is_one = any(list(node.args[1:]) == list(rest) for rest in turned)
+    return (node.args[0], True) if is_one else (node, False)
+
+
+def layer_of_product(
+    weight: nn.Parameter, bias: nn.Parameter | None, *, turned: bool = False
+) -> nn.Linear:
+    """x @ weight + bias, on the memory of both; turned: x @ weight.T."""
+    own = nn.Parameter(weight.data if turned else weight.data.T, requires_grad=False)
+    layer = nn.Linear(own.shape[1], own.shape[0], bias is not None, device="meta")
+    layer.weight, layer.bias = own, bias  # type: ignore[assignment]
     return layer.eval()

@@ -26,7 +26,13 @@ from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_
 from zipfx.model.running import shapes
 from zipfx.model.tensors import runs_as
 from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers
-from zipfx.repair.exposed.products import PRODUCTS, layer_of_product, operands, unflattened
+from zipfx.repair.exposed.products import (
+    PRODUCTS,
+    layer_of_product,
+    operands,
+    unflattened,
+    untransposed,
+)
 from zipfx.trace.nodes import looks, only_looked_at, tensors_at
 
 _PROJECTIONS = ("query", "key", "value")
@@ -237,9 +243,12 @@ def _function(splice: _Splice, node: fx.Node) -> None:
 def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]]) -> None:
     """The product of an input with a parameter is a linear layer."""
     given = operands(node)
-    x, weight, bias = (given.get(name) for name in _ARGUMENTS[:3])
-    own = [w for w in (weight, bias) if w is not None]
-    if not isinstance(x, fx.Node) or not own or any(not _is_own(splice, node, w) for w in own):
+    x, read, bias = (given.get(name) for name in _ARGUMENTS[:3])
+    weight, turned = untransposed(read)
+    reader: Any = read if turned else node
+    if not isinstance(x, fx.Node) or not _is_own(splice, reader, weight):
+        return
+    if bias is not None and not _is_own(splice, node, bias):
         return
     found = [None if w is None else attribute(splice.module, w.target) for w in (weight, bias)]
     kernel, offset = found
@@ -247,12 +256,15 @@ def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]])
         not all(t is None or isinstance(t, nn.Parameter) for t in found)
         or kernel is None
         or kernel.ndim != 2
-        or (offset is not None and offset.shape != kernel.shape[1:])
+        or (offset is not None and offset.shape != kernel.shape[0 if turned else 1 :][:1])
     ):
         return
     end, whole = unflattened(node, x, sizes)
-    splice.becomes(end, title(weight), layer_of_product(kernel, offset), whole)  # type: ignore[arg-type]
-    _erase_unread(splice.graph, [*([node] if end is not node else []), x, *own])
+    layer = layer_of_product(kernel, offset, turned=turned)
+    splice.becomes(end, title(weight), layer, whole)
+    made = [node] if end is not node else []
+    left = dict.fromkeys([*made, x, read, weight, bias])
+    _erase_unread(splice.graph, [n for n in left if isinstance(n, fx.Node)])
 
 
 def _is_own(splice: _Splice, node: fx.Node, w: Any) -> bool:
