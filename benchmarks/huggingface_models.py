@@ -261,7 +261,7 @@ MORE: tuple[Architecture, ...] = (
     Architecture("PoolFormerForImageClassification", {
         "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}, images(3, 64, 64)),
     Architecture("CvtForImageClassification", {
-        "embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 1],
+        "embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3],
         "cls_token": [False, False, True]}, images(3, 64, 64)),
     Architecture("EfficientNetForImageClassification", {
         "image_size": 64, "hidden_dim": 320, "width_coefficient": 0.25, "depth_coefficient": 0.5},

@@ -216,14 +216,26 @@ def checked(found: Analysis, inputs: Sequence[Any], *, seed: int = 0) -> Analysi
     keep = [nodes[i].name for i in found.crossing if found.facts.nodes[i].is_tensor] or None
     last = nodes[found.grouping.last].name if keep else None
     written = found.facts.written(len(nodes) - 1)
+
+    def failing(*, wide: bool) -> set[str]:
+        return failing_spaces(
+            found.module, found.spaces, inputs, written, keep, last, seed, wide=wide
+        )
+
     try:
-        bad = failing_spaces(found.module, found.spaces, inputs, written, keep, last, seed)
+        bad = failing(wide=True)
     except ZipError:
         raise
     except Exception as error:  # of code of others, which may want another dtype
-        raise ZipError(
-            "the analysis can not be checked numerically, since the model does not run in "
-            f"float64: {first_line(error)}. Pass verify=False to do without the check"
-        ) from error
+        try:
+            bad = failing(wide=False)
+        except Exception:
+            raise ZipError(
+                "the analysis can not be checked numerically, since the model does not run in "
+                f"float64: {first_line(error)}. Pass verify=False to do without the check"
+            ) from error
+        note = f"checked in its own dtype, as it does not run in float64: {first_line(error)}"
+        found = replace(found, facts=replace(found.facts, notes=(*found.facts.notes, note)))
+        found = found._regroup(found.grouping.last)
     reason = "pinned by the numeric check: permuting it changed the function"
     return found.pin(bad, reason) if bad else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class _Runner(fx.Interpreter):
         if not name or name in self.written:
             return self.written.get(name, t)
         with as_library():
-            value: Tensor = _fresh(moved(self.state.uneven.get(name, t), self.moves.get(name, [])))
+            t = moved(self.state.uneven.get(name, t), self.moves.get(name, []))
+            value = self.state.fresh(t)
         if name in self.state.written:
             self.written[name] = value
         return value
@@ -92,9 +94,10 @@ class _Subject:
         keep: Sequence[str],
         last: str,
         seed: int,
+        wide: bool,
     ) -> None:
         self.module, self.graph = alias(module), module.graph
-        self.written, self.keep, self.last = written, keep, last
+        self.written, self.keep, self.last, self.wide = written, keep, last, wide
         named = named_tensors(self.module)
         self.names = {id(t): name for name, t in named.items()}
         self.uneven: dict[str, Tensor] = {}
@@ -105,21 +108,22 @@ class _Subject:
             if learned and t.numel() > 1 and bool((t == t.flatten()[0]).all()):
                 kind = torch.complex128 if t.is_complex() else torch.float64
                 noise = torch.rand(t.shape, generator=generator, dtype=kind)
-                self.uneven[name] = noise.to(t.device) + 0.5
+                noise = noise.to(t.device) + 0.5
+                self.uneven[name] = noise if wide else noise.to(t.dtype)
 
     def run(
         self, inputs: Sequence[Any], moves: Mapping[str, Moves] | None = None
     ) -> tuple[dict[str, Any], float]:
         """The values of the kept nodes, and the precision of the coarsest value in between."""
         runner = _Runner(self, moves or {})
-        with torch.no_grad(), as_caller(), Wide():
-            runner.run(*map_tensors(_fresh, tuple(inputs)))
+        with torch.no_grad(), as_caller(), Wide() if self.wide else nullcontext():
+            runner.run(*map_tensors(self.fresh, tuple(inputs)))
         return runner.kept, runner.eps
 
-
-def _fresh(t: Tensor) -> Tensor:
-    wide = widened(t)
-    return t.clone() if wide is t else wide
+    def fresh(self, t: Tensor) -> Tensor:
+        """On memory of its own, in the dtype of the run."""
+        wide = widened(t) if self.wide else t
+        return t.clone() if wide is t else wide
 
 
 def failing_spaces(
@@ -130,16 +134,19 @@ def failing_spaces(
     keep: Sequence[str] | None = None,
     last: str | None = None,
     seed: int = 0,
+    *,
+    wide: bool = True,
 ) -> set[str]:
     """Names of the spaces that can not be permuted without changing what `module` computes.
 
     written: the parameters and buffers that its graph writes to.
     keep: nodes whose values are compared once node `last` has run (default: the output); features
     at these nodes are expected in their new order, so that a trunk is checked without its heads.
+    wide: whether it runs in float64; else in its own dtypes, and rounding is allowed for.
     """
     output = next(iter(reversed(module.graph.nodes))).name
     keep = keep or [output]
-    state = _Subject(module, written, keep, last or output, seed)
+    state = _Subject(module, written, keep, last or output, seed, wide)
     before, eps = state.run(inputs)
     tolerance = 1e-12 if eps < 1e-10 else (16 if eps < 1e-5 else 2) * eps
     # cycles, so that no feature stays where it is
@@ -153,7 +160,7 @@ def failing_spaces(
         if all(_close(expected[name], found[name], tolerance) for name in keep):
             return True
         if not noise:
-            shaken = map_tensors(lambda t: _shaken(t, eps), tuple(inputs))
+            shaken = map_tensors(lambda t: _shaken(state.fresh(t), eps), tuple(inputs))
             noise.append(_distance(found, state.run(shaken, moves)[0]))
         return all(_close(expected[name], found[name], 16 * noise[0]) for name in keep)
 
@@ -183,7 +190,7 @@ def failing_spaces(
 
 def _shaken(t: Tensor, eps: float) -> Tensor:
     """An input with every entry off by one rounding."""
-    return widened(t) * (1 + eps) if inexact(t) else t
+    return t * (1 + eps) if inexact(t) else t
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:

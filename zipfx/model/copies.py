@@ -35,12 +35,22 @@ def hooked(model: nn.Module) -> list[str]:
 
 
 def _of_caller(hook: Any) -> bool:
-    """Whether a hook is none of those that `torch.export` gives its modules."""
-    return not str(getattr(hook, "__module__", "")).startswith("torch.export.")
+    """Whether a hook is none of those that `torch.export` gives its modules, and no part of one."""
+    return not _comes_from(hook, "torch.export.") and not _is_part(hook)
+
+
+def _is_part(hook: Any) -> bool:
+    """Whether a hook is a part of how a model computes: transformers collects hidden states by such
+    once a model has run."""
+    return _comes_from(hook, "transformers.")
+
+
+def _comes_from(hook: Any, package: str) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(package)
 
 
 def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
-    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks.
+    """A copy of the module tree in eval mode: same parameters, own buffers, no hooks of the caller.
 
     Parameters and buffers that lie in one storage are copies on storages of their own, and so are
     those that were made in inference mode.
@@ -69,10 +79,12 @@ def structural_copy(model: nn.Module, *, share_parameters: bool = True) -> nn.Mo
             f"the {type(model).__name__} can not be copied ({error}); zipfx never changes the "
             "caller's model, so it must support copy.deepcopy"
         ) from error
-    for module in twin.modules():
-        for hook in _HOOKS:
-            if hook in module.__dict__:
-                module.__dict__[hook] = OrderedDict()
+    for module, own in zip(model.modules(), twin.modules(), strict=True):
+        kinds = [kind for kind in _HOOKS if kind in module.__dict__]
+        parts = {i for kind in kinds for i, hook in module.__dict__[kind].items() if _is_part(hook)}
+        for kind in kinds:
+            entries = module.__dict__[kind].items()
+            own.__dict__[kind] = OrderedDict((i, hook) for i, hook in entries if i in parts)
     return twin.eval()
 
 
