@@ -18,6 +18,7 @@ from zipfx.observe.examples import Example, example_arguments, example_batch, ex
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.moments import Moments, pooled
 from zipfx.observe.observer import Seen
+from zipfx.observe.padding import mask_of, spread
 from zipfx.observe.similarity import SIMILARITIES, Similarity
 from zipfx.observe.statistics import Statistics
 
@@ -38,9 +39,11 @@ __all__ = [
     "example_batch",
     "example_of",
     "inside",
+    "mask_of",
     "observe",
     "observed",
     "pin_hidden",
     "pooled",
+    "spread",
     "unknown",
 ]

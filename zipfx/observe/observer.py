@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zipfx.analysis import Place
 from zipfx.model.tensors import inexact
 from zipfx.observe.moments import Moments
+from zipfx.observe.padding import spread
 from zipfx.observe.similarity import Similarity
 from zipfx.observe.statistics import Statistics
 
@@ -32,17 +33,23 @@ class Observer(nn.Module):
         plain = bool((index.flatten() == torch.arange(index.numel())).all())
         self.register_buffer("index", index.flatten(), persistent=False)
         self.whole = index.numel() if plain else -1
+        self.mask: Tensor | None = None  # of the batch: which positions are samples
 
     def _samples(self, x: Tensor) -> Tensor:
         """(..., n, ...) -> (S, n), samples being batch, positions and occurrences; of complex
         numbers the real and the imaginary parts."""
         if self.blurred:
             x = x.mean(self.blurred, keepdim=True)
+        dims = [d % x.ndim for d in self.dims]
+        kept = None if self.mask is None else spread(self.mask, x.shape, dims)
         x = x.movedim(self.dims, tuple(range(-len(self.dims), 0)))
         index = self._index(tuple(x.shape[-len(self.dims) :]))
         x = x.flatten(-len(self.dims))
         if x.shape[-1] != self.whole or index is not self.index:
             x = x.index_select(-1, index.to(x.device))
+        if kept is not None:
+            kept = kept.movedim(self.dims, tuple(range(-len(self.dims), 0))).flatten(-len(dims))
+            x = x[kept.squeeze(-1).expand(x.shape[:-1]).to(x.device)]
         x = x.reshape(-1, self.size, len(index) // self.size)
         x = x.mean(2) if self.mixed else x.transpose(1, 2).reshape(-1, self.size)
         if x.is_complex():

@@ -17,7 +17,7 @@ from zipfx.model.memory import storage_key
 from zipfx.model.running import State
 from zipfx.model.tensors import batch_size, clone_tensors, leaves
 from zipfx.modes import as_caller
-from zipfx.observe import Calibration
+from zipfx.observe import Calibration, mask_of
 
 
 class Line:
@@ -96,11 +96,14 @@ class Batch:
 
     source: number of its loader; images: (n,) int64, the number of each among all of its loader, by
     content: neither the order of batches nor how data is cut into them makes a difference; of: how
-    many its loader has; line, lines: the graphs; run, runs: None until it starts.
+    many its loader has; mask: which positions are samples (None: all); line, lines: the graphs;
+    run, runs: None until it starts.
     """
 
-    def __init__(self, source: int, inputs: tuple[Any, ...], images: int) -> None:
-        self.source, self.inputs = source, inputs
+    def __init__(
+        self, source: int, inputs: tuple[Any, ...], images: int, mask: Tensor | None = None
+    ) -> None:
+        self.source, self.inputs, self.mask = source, inputs, mask
         self.images, self.of = torch.arange(images), images
         self.run: Run | None = None
         self.runs: dict[int, Run] = {}
@@ -155,8 +158,9 @@ def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
     known: dict[int, list[bytes]] = {}
     for source, (args, kwargs) in data.by_source():
         inputs = clone_tensors(positional(forward, args, kwargs))
-        found = digests(inputs, batch_size((args, kwargs)))
-        batches.append(Batch(source, inputs, len(found)))
+        mask = mask_of(kwargs)
+        found = digests(inputs, batch_size((args, kwargs)), mask)
+        batches.append(Batch(source, inputs, len(found), mask))
         known.setdefault(source, []).extend(found)
     if not batches:
         raise ZipError("the calibration data is empty: calib_loader gave no batch")
@@ -171,9 +175,9 @@ def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
     return batches
 
 
-def digests(inputs: Any, samples: int | None) -> list[bytes]:
+def digests(inputs: Any, samples: int | None, mask: Tensor | None = None) -> list[bytes]:
     """A digest of what each sample holds (of the batch, if its tensors have no first dimension in
-    common)."""
+    common), but for what only fills it up."""
     tensors = [t for t in leaves(inputs) if isinstance(t, Tensor)]
     n = samples or 1
     rows: list[list[bytes]] = [[] for _ in range(n)]
@@ -181,7 +185,10 @@ def digests(inputs: Any, samples: int | None) -> list[bytes]:
         t = (t if t.layout == torch.strided else t.to_dense()).detach().cpu().resolve_conj()
         t = t.contiguous()
         own = samples is not None and t.ndim > 0 and len(t) == n
-        for row, part in zip(rows, t if own else [t] * n):
+        parts = list(t) if own else [t] * n
+        if own and mask is not None and t.shape[:2] == mask.shape:
+            parts = [part[kept] for part, kept in zip(parts, mask.cpu(), strict=True)]
+        for row, part in zip(rows, parts):
             row.append(part.reshape(-1).view(torch.uint8).numpy().tobytes())
     return [hashlib.blake2b(b"|".join(row)).digest() for row in rows]
 

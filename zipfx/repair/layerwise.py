@@ -20,7 +20,7 @@ from zipfx.checks import real, whole
 from zipfx.errors import ZipError
 from zipfx.merge import Fused
 from zipfx.model.running import State, evaluating, state_of
-from zipfx.observe import Calibration, Moments
+from zipfx.observe import Calibration, Moments, spread
 from zipfx.repair.batches import Batch, Line, Room, Run, gathered
 from zipfx.repair.exposed.bake import bake, with_plain_weights
 from zipfx.repair.exposed.unfold import title, unfold
@@ -267,6 +267,9 @@ class _Fit:
             skip = layer.results(skip).movedim(step.images, 0)
         shape = next(iter(made.values())).shape
         grid = list(shape[1:-2])
+        mask = None if batch.mask is None else spread(batch.mask, (shape[0], *grid))
+        if mask is not None:
+            mask = mask.expand(shape[0], *grid).reshape(shape[0], *grid, 1, 1)
         stride = self._stride(batch, shape[0], grid)
         image = _image(shape[0], batch)
         cells = stride ** len(grid)
@@ -289,6 +292,10 @@ class _Fit:
                 x = taken(patches, index)
                 y = self._targets(batch.source, {k: taken(v, index) for k, v in made.items()})
                 older = torch.zeros_like(y[:, :1]) if skip is None else taken(skip, index)
+                if mask is not None:
+                    kept = taken(mask.to(x.device), index)[0, :, 0] > 0
+                    x, y = x[:, kept], y[:, kept]
+                    older = older if skip is None else older[:, kept]
                 yield x, y - older, older, bool(which % 2)
         self.room.settle(batch)
 

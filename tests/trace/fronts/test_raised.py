@@ -108,6 +108,20 @@ def test_what_a_module_is_given_otherwise_stays_aten_calls() -> None:
     assert masked == []
 
 
+def test_state_that_a_layer_is_given_is_not_dropped_even_if_it_is_zero_now() -> None:
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h0 = nn.GRU(8, 5), nn.Parameter(torch.zeros(1, 6, 5))
+            self.eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x, self.h0)[0]
+
+    module = trace(Start(), inputs=(X,), front="export")
+    assert any(n.op == "get_attr" and n.target == "h0" for n in module.graph.nodes)
+
+
 def test_modules_of_others_are_looked_into() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from zipfx.model.copies import alias
-from zipfx.model.graph_module import reached
+from zipfx.model.graph_module import attribute, reached
 from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, close
 from zipfx.modes import as_caller
@@ -68,6 +68,8 @@ def raise_calls(root: fx.GraphModule, inputs: Sequence[Any]) -> None:
     sizes = _sizes(graph)
     calls = {}
     for call in _calls(graph, root, sizes):
+        if not _owns_its_weights(root, call):
+            continue
         open_to_sizes = isinstance(root.get_submodule(call.path), _OF_ANY_SIZE)
         if (source := call.source(sizes if open_to_sizes else ())) is not None:
             calls[source, call.nodes[0]] = call
@@ -83,6 +85,14 @@ def raise_calls(root: fx.GraphModule, inputs: Sequence[Any]) -> None:
         node.meta.pop(CALL, None)
     graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
     root.recompile()
+
+
+def _owns_its_weights(root: fx.GraphModule, call: _Call) -> bool:
+    """Whether all tensors that are read in a call are the module's (no state that it is given)."""
+    module = root.get_submodule(call.path)
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    read = [attribute(root, str(n.target)) for n in call.nodes if n.op == "get_attr"]
+    return all(id(t) in own for t in read)
 
 
 def _sizes(graph: fx.Graph) -> set[fx.Node]:

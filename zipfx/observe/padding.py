@@ -1,0 +1,67 @@
+"""Padding: which positions of a batch are samples, and which only fill it up.
+
+Sequences of a batch are filled up to one length, and `attention_mask` says where. What a network
+computes there is read by nobody, so it is no sample: neither of the statistics, nor of a repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+MASK = "attention_mask"
+
+
+def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """(B, T) bool, which of T positions are samples; None: all are, or it is not known.
+
+    A batch with a decoder of as many positions says nothing of which of the two is meant.
+
+    >>> mask_of({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])})
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
+    >>> mask_of({"attention_mask": torch.ones(2, 3)}) is None
+    True
+    """
+    mask = arguments.get(MASK)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_complex():
+        return None
+    if not bool(((mask == 0) | (mask == 1)).all()) or bool((mask == 1).all()):
+        return None
+    decoder = (v for k, v in arguments.items() if k.startswith("decoder") and isinstance(v, Tensor))
+    if any(t.ndim > 1 and t.shape[1] == mask.shape[1] for t in decoder):
+        return None
+    return mask == 1
+
+
+def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -> Tensor | None:
+    """The mask along the dimensions of a value, 1 along all others; None: its positions are not
+    those of the mask.
+
+    shape: of the value; features: dimensions along which no positions lie.
+
+    >>> mask = torch.tensor([[True, False, True]])
+    >>> [tuple(spread(mask, s, f).shape) for s, f in [((1, 3, 8), [2]), ((1, 4, 3, 2), [1, 3])]]
+    [(1, 3, 1), (1, 1, 3, 1)]
+    >>> tuple(spread(mask, (3, 8), [1]).shape), spread(mask, (1, 8), [1])
+    ((3, 1), None)
+    """
+    rows, length = mask.shape
+    free = [d for d in range(len(shape)) if d not in features]
+    sizes = [1] * len(shape)
+    if not free or free[0] != 0:
+        return None
+    if shape[0] == rows:
+        at = next((d for d in free[1:] if shape[d] == length), None)
+        if at is not None:
+            sizes[0], sizes[at] = rows, length
+            return mask.reshape(sizes)
+    if len(free) > 1 and (shape[0], shape[free[1]]) == (length, rows):
+        sizes[0], sizes[free[1]] = length, rows
+        return mask.T.reshape(sizes)
+    if shape[0] == rows * length and length > 1:
+        sizes[0] = rows * length
+        return mask.reshape(sizes)
+    return None
