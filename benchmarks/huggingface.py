@@ -9,9 +9,10 @@ each: the front that traced it; the spaces; axes that are left fixed, and why; t
 after every space is permuted at random (law 1); the parameters of a full zip of two copies relative
 to one model (law 2); the relative error of the merge of a model and a permuted copy (law 3); that
 of a fresh instance of the class into which the state of a merge of two that differ was loaded,
-strictly, against the merge (law 7), and whether `zipfx.to_model` makes one; the layers that the default repair refits (norms of batches by themselves among them) beside the
-number of modules that have a weight matrix; seconds for `analyze` and the default zip. Laws 1 and 3
-hold below 1e-12, or below 1e-5 where a model computes in float32 in between.
+strictly, against the merge (law 7), and whether `zipfx.to_model` makes one; the layers that the
+default repair refits (norms of batches by themselves among them) beside the number of modules that
+have a weight matrix; seconds for `analyze` and the default zip. Laws 1 and 3 hold below 1e-12, or
+below 1e-5 where a model computes in float32 in between.
 """
 
 from __future__ import annotations
