@@ -60,6 +60,10 @@ def test_it_lies_along_the_positions(shape: Any, features: Any, where: Any) -> N
         assert whole[tuple(index)] == mask[row, position]
 
 
+def test_as_many_samples_as_positions_say_nothing() -> None:
+    assert spread(torch.tensor([[True, False], [True, True]]), (2, 2, 8), (2,)) is None
+
+
 @pytest.mark.parametrize(("shape", "features"), [((2, 8), (1,)), ((4, 3, 8), (2,)), ((3,), (0,))])
 def test_values_without_positions_are_whole(shape: Any, features: Any) -> None:
     assert spread(M == 1, shape, features) is None
@@ -131,3 +135,23 @@ def test_it_would_without_the_mask() -> None:
                 for b in batches(length)]  # fmt: skip
         states.append(zipfx.zip(models, data, progress=False).state_dict())
     assert max(error(states[0][key], states[1][key]) for key in states[0]) > 1e-3
+
+
+def test_where_positions_are_others_it_is_said() -> None:
+    class Classified(Reader):
+        """With a position of its own in front, which the mask does not have."""
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            y = self.table(input_ids)
+            y = torch.cat([y.mean(1, keepdim=True), y], 1)
+            z: Tensor = self.h((y + self.b(self.a(y).relu()))[:, 0])
+            return z
+
+    def noted(models: list[nn.Module], data: Any) -> list[str]:
+        notes = zipfx.zip(models, data, progress=False).meta["zipfx"].notes
+        return [n for n in notes if n.startswith("positions that attention_mask leaves out")]
+
+    assert len(noted([Classified(0), Classified(1)], batches(6))) == 1
+    assert noted([Reader(0), Reader(1)], batches(6)) == []
+    square = [{k: t[:6] for k, t in b.items()} for b in batches(6)]
+    assert len(noted([Reader(0), Reader(1)], square)) == 1

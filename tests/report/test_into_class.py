@@ -128,6 +128,21 @@ def test_computed_weights_are_computed_again() -> None:
     assert error(merged(X), zipfx.to_model(merged, like=models[0])(X)) < 1e-12
 
 
+def test_settings_that_no_input_need_show_are_compared() -> None:
+    def net(bound: float = 10, eps: float = 1e-5) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.LayerNorm(8, eps=eps), nn.Hardtanh(-bound, bound), nn.Linear(8, 3),
+        ).double()  # fmt: skip
+
+    merged = merge([net(), net()], matcher="identity")
+    assert zipfx.to_model(merged, like=net())
+    with pytest.raises(ZipError, match=r"module '2' has max_val=100.*, and max_val=10"):
+        zipfx.to_model(merged, like=net(100))
+    with pytest.raises(ZipError, match=r"module '1' has eps=1e-06, and eps=1e-05 in the merge"):
+        zipfx.to_model(merged, like=net(eps=1e-6))
+
+
 def test_it_is_compared_with_the_merge() -> None:
     models = pair()
     merged = merge(models)

@@ -34,6 +34,7 @@ class Observer(nn.Module):
         self.register_buffer("index", index.flatten(), persistent=False)
         self.whole = index.numel() if plain else -1
         self.mask: Tensor | None = None  # of the batch: which positions are samples
+        self.unplaced = False  # whether there were positions, and a mask of others
 
     def _samples(self, x: Tensor) -> Tensor:
         """(..., n, ...) -> (S, n), samples being batch, positions and occurrences; of complex
@@ -42,6 +43,8 @@ class Observer(nn.Module):
             x = x.mean(self.blurred, keepdim=True)
         dims = [d % x.ndim for d in self.dims]
         kept = None if self.mask is None else spread(self.mask, x.shape, dims)
+        positions = [d for d in range(1, x.ndim) if d not in dims and x.shape[d] > 1]
+        self.unplaced |= self.mask is not None and kept is None and bool(positions)
         x = x.movedim(self.dims, tuple(range(-len(self.dims), 0)))
         index = self._index(tuple(x.shape[-len(self.dims) :]))
         x = x.flatten(-len(self.dims))
@@ -149,12 +152,17 @@ class Seen:
     """Statistics of the spaces, given out one by one and freed.
 
     names: of the spaces of which something was observed, of those that were given out, too;
-    batches: how many were read; samples: of each space that was given out, how many it had.
+    batches: how many were read; samples: of each space that was given out, how many it had;
+    unplaced: those in which what only fills a batch up counts as samples, since a batch's mask is
+    not of their positions.
     """
 
     def __init__(self, observers: Mapping[str, Sequence[Observer]], batches: int) -> None:
         self._observers = dict(observers)
         self.names, self.batches = frozenset(observers), batches
+        self.unplaced = sorted(
+            n for n, group in observers.items() if any(o.unplaced for o in group)
+        )
         self.samples: dict[str, int] = {}
 
     def observers(self, name: str) -> Sequence[Observer]:

@@ -38,7 +38,7 @@ def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
 
 def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -> Tensor | None:
     """The mask along the dimensions of a value, 1 along all others; None: its positions are not
-    those of the mask.
+    those of the mask, or there are as many of them as samples.
 
     shape: of the value; features: dimensions along which no positions lie.
 
@@ -49,6 +49,8 @@ def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -
     ((3, 1), None)
     """
     rows, length = mask.shape
+    if rows == length:
+        return None  # which of two dimensions the positions are is not known
     free = [d for d in range(len(shape)) if d not in features]
     sizes = [1] * len(shape)
     if not free or free[0] != 0:

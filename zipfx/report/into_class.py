@@ -17,7 +17,9 @@ from zipfx.checks import module as checked_module
 from zipfx.errors import ZipError, first_line
 from zipfx.merge import HEADS
 from zipfx.model.calls.arguments import call
+from zipfx.model.contents import attributes
 from zipfx.model.copies import structural_copy
+from zipfx.model.parametrized import plain_class
 from zipfx.model.tensors import clone_tensors, close, leaves
 from zipfx.modes import as_caller, own_modes
 from zipfx.observe import example_arguments, example_batch
@@ -42,7 +44,8 @@ def to_model(
         merged: the result of `zipfx.zip`; left unchanged.
         like: a model of the class that is wanted, such as the first of those that were merged (of a
             partial zip: the one that `head` belongs to); left unchanged. What is no weight comes
-            from it: settings, hooks, modes, buffers that are not saved.
+            from it: modes, buffers that are not saved, and hooks, which the merge has not (they
+            are no part of the comparison).
         head: of a partial zip, which task. The trunk's parameters are then those of `merged`
             itself, so that the models of all heads share them.
         example_inputs: what both are run on to see that they agree, as in `zip`; default: random
@@ -72,6 +75,7 @@ def to_model(
     model = copy.deepcopy(like)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **_lasting_buffers(model)}
     _check_fits(own, found, type(like).__name__)
+    _check_settings(model, merged, head)
     made: dict[int, Tensor] = {}  # what is tied stays tied
     for name, t in own.items():
         made.setdefault(id(t), _as(t, found[name], shared=head is not None))
@@ -140,6 +144,30 @@ def _check_fits(own: Mapping[str, Tensor], found: Mapping[str, Tensor], kind: st
             raise ZipError(
                 f"{other!r} and {name!r} are one weight in {kind}, and two in the merge, of which "
                 "one is in the trunk and one in the head: untie them, or zip everything"
+            )
+
+
+def _check_settings(model: nn.Module, merged: fx.GraphModule, head: int | None) -> None:
+    """Layers that both have are set alike: not every input would show that they are not."""
+    layers = dict(model.named_modules())
+    for name, layer in merged.named_modules():
+        mine = name.removeprefix(f"{HEADS}.{head}.")
+        own = layers.get(mine)
+        if (
+            mine.startswith(f"{HEADS}.")
+            or own is None
+            or plain_class(own) is not plain_class(layer)
+        ):
+            continue
+        if list(own.children()) or list(layer.children()):
+            continue
+        ours, theirs = attributes(own, tensors=False), attributes(layer, tensors=False)
+        unlike = [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]
+        if unlike:
+            key = min(unlike)
+            raise ZipError(
+                f"module {mine!r} has {key}={ours[key]}, and {key}={theirs[key]} in the merge: "
+                "give a model like those that were merged"
             )
 
 

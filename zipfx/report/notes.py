@@ -47,6 +47,7 @@ def all_notes(done: Done, last: Sequence[str]) -> Iterator[str]:
     taken = dict.fromkeys(note for m in done.traced.modules for note in record_of(m).notes)
     yield from (note for note in taken if note not in done.analysis.spaces.notes)
     yield from few(spaces, {} if done.seen is None else done.seen.samples)
+    yield from filled_up([] if done.seen is None else done.seen.unplaced)
     yield from unobserved(spaces, done.matches.blind)
     yield from done.fused.notes
     yield from done.repaired.notes
@@ -87,6 +88,14 @@ def few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
         f"({samples[least.name]} for the {least.size} features of {least.name!r}), so that "
         "correlations and fits say little; give more data"
     ]
+
+
+def filled_up(unplaced: Sequence[str]) -> list[str]:
+    """Spaces in which what only fills batches up was observed like all else."""
+    return [
+        "positions that attention_mask leaves out count as samples, as it can not be told which they "
+        f"are (give batches with more or fewer sequences than positions): {summary(unplaced, 200)}"
+    ] * bool(unplaced)
 
 
 def hooks(models: Sequence[nn.Module]) -> list[str]:

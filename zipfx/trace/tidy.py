@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from zipfx.model.calls.expect import Expectation, expect_absent, expect_equal, expect_given
+from zipfx.model.calls.expect import (
+    Expectation,
+    expect_absent,
+    expect_equal,
+    expect_given,
+    expect_parts,
+    form,
+)
 from zipfx.trace.nodes import ancestors, is_in_place
 
 
@@ -50,6 +57,8 @@ def expectations(
             found.append(Expectation(name, expect_absent))
         elif value is not None and node.args == (None,) and node.users:
             found.append(Expectation(name, expect_given))
+        if isinstance(value, (dict, list, tuple)) and node.users:
+            found.append(Expectation(name, expect_parts, (form(value, exact=False),)))
         if node in decisive and isinstance(value, (bool, int, float, str)):
             found.append(Expectation(name, expect_equal, (value,)))
     return found

@@ -13,8 +13,11 @@ from zipfx.model.calls.expect import (
     Expectation,
     expect_absent,
     expect_equal,
+    expect_form,
     expect_given,
     expect_off,
+    expect_parts,
+    form,
 )
 from zipfx.model.calls.sizes import expect_sizes
 
@@ -24,6 +27,20 @@ from zipfx.model.calls.sizes import expect_sizes
     [
         (expect_absent, 1, (), "'m' was None when the models were traced, and would be ignored"),
         (expect_given, None, (), "'m' was given when the models were traced, and is needed"),
+        (expect_equal, torch.ones(2), (2,), "'m' was 2 when .* and is tensor"),
+        (
+            expect_form,
+            torch.ones(2, 3),
+            ("a bool tensor of 2 dimensions",),
+            "and is a float tensor",
+        ),
+        (
+            expect_form,
+            (1, [2]),
+            ("(1, [3])",),
+            r"'m' was \(1, \[3\]\) when .* is \(1, \[2\]\): merge",
+        ),
+        (expect_parts, {"a": None}, ("{'a': a value}",), r"and is {'a': None}: merge with"),
         (expect_equal, 3, (2,), "'m' was 2 when .* the way that forward takes, and is 3"),
         (expect_off, True, (), "'m' was off when the models were traced, and is True: a graph"),
     ],
@@ -42,6 +59,8 @@ def test_what_is_not_as_it_was_is_refused(check: Any, value: Any, wanted: Any, s
         (expect_given, [0, False, torch.zeros(1)], ()),
         (expect_equal, [2, 2.0], (2,)),
         (expect_off, [None, False], ()),
+        (expect_form, [(1, torch.ones(2))], (form((1, torch.zeros(9)), exact=True),)),
+        (expect_parts, [[1, None], (torch.ones(2), None)], (form([2.0, None], exact=False),)),
     ],
 )
 def test_what_is_passes(check: Any, values: list[Any], wanted: Any) -> None:

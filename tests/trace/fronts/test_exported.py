@@ -228,3 +228,56 @@ def test_files_come_back(tmp_path: Any) -> None:
     assert loaded.meta["zipfx"] == merged.meta["zipfx"]
     with pytest.raises(ZipError, match=r"traced by torch\.export for other sizes"):
         loaded(torch.randn(4, 6, 4, dtype=torch.float64))
+
+
+def in_tuple(m: Any, x: Any) -> Tensor:
+    y: Tensor = plain(m, x[0]) * x[1][0]
+    return y
+
+
+def maybe(m: Any, x: Any) -> Tensor:
+    y = plain(m, x["x"])
+    return y if x.get("y") is None else y + plain(m, x["y"])
+
+
+def summed(m: Any, x: Any) -> Tensor:
+    y: Tensor = sum(plain(m, t) for t in x)  # type: ignore[assignment]
+    return y
+
+
+def by_rank(m: Any, x: Tensor) -> Tensor:
+    return plain(m, x.mean(1) if x.ndim == 4 else x)
+
+
+def by_dtype(m: Any, x: Any) -> Tensor:
+    y, mask = plain(m, x["x"]), x["mask"]
+    return torch.where(mask[..., None], y, 0.0) if mask.dtype == torch.bool else y * mask[..., None]
+
+
+Y = torch.rand(4, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("function", "traced", "given", "fronts"),
+    [
+        (in_tuple, (X, [2.0]), (X, [3.0]), ["export"]),
+        (maybe, {"x": X}, {"x": X, "y": X}, ["export", "auto"]),
+        (maybe, {"x": X, "y": None}, {"x": X, "y": X}, ["export", "auto"]),
+        (summed, [X, X], [X, X, X], ["export", "auto"]),
+        (summed, [X, X], [X], ["export", "auto"]),
+        (by_rank, X, X[:, None].expand(4, 3, 6, 5), ["export"]),
+        (by_dtype, {"x": X, "mask": Y}, {"x": X, "mask": Y > 0.5}, ["export"]),
+    ],
+)
+def test_inputs_made_otherwise_are_refused(
+    function: Any, traced: Any, given: Any, fronts: list[str]
+) -> None:
+    for front in fronts:
+        merged: Any = zipfx.zip([net(function), net(function)], [traced], repair="none",
+                                batch_to_args=lambda b: (b,), front=front,
+                                progress=False)  # fmt: skip
+        assert error(net(function)(traced), merged(traced)) < EXACT
+        with pytest.raises(
+            ZipError, match=r"'x' was .* when the models were traced, which decided"
+        ):
+            merged(given)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zipfx.errors import ZipError
 from zipfx.model.calls.sizes import expect_sizes
 
@@ -35,7 +38,7 @@ def expect_given(value: Any, name: str) -> None:
 
 def expect_equal(value: Any, name: str, wanted: Any) -> None:
     """Refuse another setting than the one that forward was traced with."""
-    if value != wanted:
+    if isinstance(value, Tensor) or value != wanted:
         raise ZipError(
             f"{name!r} was {wanted!r} when the models were traced, which decided the way that "
             f"forward takes, and is {value!r}: merge with example_inputs that say so"
@@ -55,7 +58,60 @@ def expect_off(value: Any, name: str) -> None:
         )
 
 
-EXPECTATIONS = (expect_absent, expect_given, expect_equal, expect_off, expect_sizes)
+def form(value: Any, *, exact: bool) -> str:
+    """What a value is made of, in words.
+
+    exact: with the kinds and the numbers of dimensions of tensors, and with all that is no tensor;
+    else only which containers hold which entries, and which of these are None.
+
+    >>> form({"x": torch.zeros(2, 3), "n": [1, None]}, exact=True)
+    "{'x': a float tensor of 2 dimensions, 'n': [1, None]}"
+    >>> form({"x": torch.zeros(2, 3), "n": [1, None]}, exact=False)
+    "{'x': a value, 'n': [a value, None]}"
+    """
+    if isinstance(value, Mapping):
+        parts = (f"{key!r}: {form(v, exact=exact)}" for key, v in value.items())
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(form(v, exact=exact) for v in value)
+        return f"({inside})" if isinstance(value, tuple) and exact else f"[{inside}]"
+    if value is None:
+        return "None"
+    if not exact:
+        return "a value"
+    if not isinstance(value, Tensor):
+        return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    kind = "bool" if value.dtype == torch.bool else "integer"
+    kind = "complex" if value.is_complex() else "float" if value.is_floating_point() else kind
+    return f"a {kind} tensor of {value.ndim} dimensions"
+
+
+def expect_form(value: Any, name: str, wanted: str) -> None:
+    """Refuse what is made otherwise than what forward was traced with: see `form`.
+
+    >>> expect_form(torch.zeros(2), "x", "a bool tensor of 1 dimensions")
+    Traceback (most recent call last):
+    zipfx.errors.ZipError: 'x' was a bool tensor of 1 dimensions when the models were traced, ...
+    """
+    _check_form(name, form(value, exact=True), wanted)
+
+
+def expect_parts(value: Any, name: str, wanted: str) -> None:
+    """Refuse containers that hold other entries than when forward was traced: see `form`."""
+    _check_form(name, form(value, exact=False), wanted)
+
+
+def _check_form(name: str, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise ZipError(
+            f"{name!r} was {wanted} when the models were traced, which decided the way that "
+            f"forward takes, and is {found}: merge with example_inputs that are like it"
+        )
+
+
+EXPECTATIONS = (
+    expect_absent, expect_given, expect_equal, expect_off, expect_form, expect_parts, expect_sizes
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ from torch import Tensor, fx, nn
 
 from zipfx.errors import ZipError
 from zipfx.merge import BAKED, HEADS, INSERTED, MergedModule, Part, build, mark, planted
-from zipfx.model.calls.expect import EXPECTATIONS, Expectation, expect_equal
+from zipfx.model.calls.expect import (
+    EXPECTATIONS,
+    Expectation,
+    expect_equal,
+    expect_form,
+    expect_parts,
+)
 from zipfx.model.calls.sizes import expect_sizes
 from zipfx.model.graph_module import NAMED, attribute, plain
 from zipfx.report.files.recipe import UNMERGE_NAME, GraphStep, Recipe, reads_of
@@ -39,6 +45,7 @@ _SIZES = {
 
 
 #: checks of inputs
+_WITH_VALUE = (expect_equal, expect_form, expect_parts)
 _CHECKS: dict[str, Callable[..., None]] = {check.__name__: check for check in EXPECTATIONS}
 
 
@@ -210,7 +217,7 @@ def _expected(graph: fx.Graph, step: GraphStep, made: Mapping[str, fx.Node]) -> 
     check = _CHECKS[step.does.target]
     several = check is expect_sizes
     texts = plain and all(isinstance(v, str) for v in found)
-    fits = texts if several else plain and len(found) == int(check is expect_equal)
+    fits = texts if several else plain and len(found) == int(check in _WITH_VALUE)
     if (
         not fits
         or any(n.op != "placeholder" for n in inputs)

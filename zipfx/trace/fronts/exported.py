@@ -22,7 +22,14 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from zipfx.errors import ZipError, first_line
-from zipfx.model.calls.expect import Expectation, expect_absent, expect_equal, expect_off
+from zipfx.model.calls.expect import (
+    Expectation,
+    expect_absent,
+    expect_equal,
+    expect_form,
+    expect_off,
+    form,
+)
 from zipfx.model.calls.sizes import expect_sizes, understood
 from zipfx.model.copies import views
 from zipfx.model.graph_module import GraphModule
@@ -207,6 +214,8 @@ def _settings(given: Given) -> list[Expectation]:
             found.append(Expectation(name, expect_off))
         elif isinstance(value, (bool, int, float, str)):
             found.append(Expectation(name, expect_equal, (value,)))
+        else:
+            found.append(Expectation(name, expect_form, (form(value, exact=True),)))
     return found
 
 
