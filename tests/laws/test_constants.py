@@ -208,6 +208,6 @@ def test_what_does_not_run_in_float64() -> None:
             return found
 
     models = [Odd().eval(), Odd().eval()]
-    with pytest.raises(zipfx.ZipError, match=r"not run in float64: .*float32 only.*verify=False"):
-        zipfx.zip(models, [torch.randn(4, 4)], progress=False)
-    zipfx.zip(models, [torch.randn(4, 4)], verify=False, progress=False)
+    notes = zipfx.zip(models, [torch.randn(4, 4)], progress=False).meta["zipfx"].notes
+    (note,) = [n for n in notes if n.startswith("checked in its own dtype")]
+    assert "float32 only" in note

@@ -19,6 +19,7 @@ def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
 
     A batch with a decoder of as many positions says nothing of which of the two is meant.
 
+    >>> import torch
     >>> mask_of({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])})
     tensor([[ True,  True, False],
             [ True,  True,  True]])
@@ -42,6 +43,7 @@ def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -
 
     shape: of the value; features: dimensions along which no positions lie.
 
+    >>> import torch
     >>> mask = torch.tensor([[True, False, True]])
     >>> [tuple(spread(mask, s, f).shape) for s, f in [((1, 3, 8), [2]), ((1, 4, 3, 2), [1, 3])]]
     [(1, 3, 1), (1, 1, 3, 1)]

@@ -139,6 +139,12 @@ def _first(
         except ZipError as error:
             failures[kind] = error
             continue
+        except Exception as error:  # of a front of the caller's, or of what torch makes of names
+            failures[kind] = ZipError(
+                f"front={kind!r} fails on {type(model).__name__}: {first_line(error)}"
+            )
+            failures[kind].__cause__ = error
+            continue
         module.meta[KEY] = replace(record_of(module), front=kind)
         if kind == "export":
             _tell_of_export(module, model, own, failures.get("symbolic"))

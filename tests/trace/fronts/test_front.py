@@ -87,6 +87,15 @@ def test_a_front_of_ones_own_is_used_checked_and_named() -> None:
         zipfx.zip(models, [torch.randn(16, 3)], front=wrong, progress=False)
 
 
+def test_a_front_that_fails_is_named() -> None:
+    def broken(model: nn.Module, given: Given) -> fx.GraphModule:
+        raise IndexError("of mine")
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    with pytest.raises(ZipError, match="broken' fails on Linear: of mine"):
+        zipfx.zip(models, [torch.randn(16, 3)], front=broken, progress=False)
+
+
 class Asks(nn.Module):
     """No symbol can answer it, and torch.export needs none."""
 

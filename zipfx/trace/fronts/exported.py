@@ -32,7 +32,7 @@ from zipfx.model.calls.expect import (
 )
 from zipfx.model.calls.sizes import expect_sizes, understood
 from zipfx.model.copies import views
-from zipfx.model.graph_module import GraphModule
+from zipfx.model.graph_module import HIDDEN, GraphModule, hidden_names
 from zipfx.model.running import untouched
 from zipfx.model.tensors import batch_size, clone_tensors, leaves, map_tensors
 from zipfx.modes import as_caller
@@ -66,6 +66,8 @@ class Export(ByValue):
     def __call__(self, model: nn.Module, given: Given) -> fx.GraphModule:
         """See `Front`."""
         twin = twin_of(model, given)
+        for name in hidden_names(twin):
+            raise ZipError(f"the model has {name!r}, {HIDDEN}")
         given = switched_off(given)
         program, conditions = self._program(twin, given)
         graph = rewritten(_module(program), type(model).__name__, given.arguments)
