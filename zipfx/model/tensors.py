@@ -19,6 +19,17 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, 1e-3, 1e-3 * scale, equal_nan=True)
 
 
+def alike(a: Any, b: Any) -> bool:
+    """Whether the tensors in two values have the same shapes and dtypes, and are close.
+
+    >>> alike({"x": torch.ones(2)}, [torch.ones(2)]), alike(torch.ones(2), torch.ones(2).double())
+    (True, False)
+    """
+    ours, theirs = ([t for t in leaves(v) if isinstance(t, Tensor)] for v in (a, b))
+    same = [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
+    return same and all(map(close, ours, theirs))
+
+
 def leaves(value: Any) -> list[Any]:
     """As `tree_leaves`, and what dataclasses hold."""
     found = []

@@ -20,7 +20,7 @@ from zipfx.model.calls.arguments import call
 from zipfx.model.contents import attributes
 from zipfx.model.copies import structural_copy
 from zipfx.model.parametrized import plain_class
-from zipfx.model.tensors import clone_tensors, close, leaves
+from zipfx.model.tensors import alike, clone_tensors
 from zipfx.modes import as_caller, own_modes
 from zipfx.observe import example_arguments, example_batch
 from zipfx.report.files.recipe import UNMERGE_NAME
@@ -218,9 +218,7 @@ def _check_computes(
                 f"{first_line(error)}. Give example_inputs that it takes"
             ) from error
         results.append(found if own is twin or head is None else found[head])
-    ours, theirs = ([t for t in leaves(r) if isinstance(t, Tensor)] for r in results)
-    same = [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
-    if not same or not all(map(close, ours, theirs)):
+    if not alike(*results):
         raise ZipError(
             f"with the weights of the merge the {type(model).__name__} does not compute what the "
             "merge computes: it has other settings or buffers than the models that were merged"

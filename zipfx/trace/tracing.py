@@ -23,7 +23,7 @@ from zipfx.model.calls.sizes import expect_sizes
 from zipfx.model.copies import alias, structural_copy, views
 from zipfx.model.graph_module import GraphModule, plain
 from zipfx.model.running import untouched
-from zipfx.model.tensors import batch_size, clone_tensors, close, first_samples, leaves
+from zipfx.model.tensors import alike, batch_size, clone_tensors, close, first_samples, leaves
 from zipfx.modes import as_caller
 from zipfx.trace.fronts.exported import Export, switched_off
 from zipfx.trace.fronts.front import Front, Given, twin_of, with_record
@@ -104,7 +104,7 @@ def trace(
             given = replace(given_of(model, inputs, by_name), device=device, folded=folded)
         if tracer is not None or inputs is None:
             return recorded(model, tracer or Tracer(), replace(given, arguments=()))
-        return _first(_attempts(model, given, front), model, given)
+        return _first(_attempts(model, given, front), model)
 
 
 def _attempts(
@@ -125,7 +125,6 @@ def _attempts(
 def _first(
     attempts: Iterator[tuple[str, Given, Callable[[], fx.GraphModule]]],
     model: nn.Module,
-    given: Given,
 ) -> fx.GraphModule:
     """The first graph that computes what the model computes.
 
@@ -253,12 +252,10 @@ def _alike(
     for own in (model, module):
         try:
             with torch.no_grad(), _own_randomness(module):
-                found.append(leaves(_run_twice(own, inputs, arguments)))
+                found.append(_run_twice(own, inputs, arguments))
         except Exception:  # one of the two does not take them
             return False
-    ours, theirs = ([t for t in ts if isinstance(t, torch.Tensor)] for ts in found)
-    alike = [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
-    return alike and all(map(close, ours, theirs))
+    return alike(*found)
 
 
 def _run_twice(

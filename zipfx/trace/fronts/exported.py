@@ -12,8 +12,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class Export(ByValue):
         program, conditions = self._program(twin, given)
         graph = rewritten(_module(program), type(model).__name__, given.arguments)
         own = frozenset(name for name, _ in twin.named_buffers(remove_duplicate=False))
-        _plant_constants(twin, graph, program)
+        _plant_constants(twin, graph, program, own)
         module = GraphModule(twin, graph, type(model).__name__)
         raise_calls(module, given.values or ())
         constants = frozenset(dict(module.named_buffers())) - own
@@ -221,21 +221,17 @@ def _settings(given: Given) -> list[Expectation]:
     return found
 
 
-def _plant_constants(twin: nn.Module, graph: fx.Graph, program: ExportedProgram) -> None:
-    """Give the model what forward wrote down, under names of one part."""
+def _plant_constants(
+    twin: nn.Module, graph: fx.Graph, program: ExportedProgram, own: Collection[str]
+) -> None:
+    """Give the model what forward wrote down, under names of one part; own: its buffers."""
     constants: Mapping[str, Any] = program.constants
     for node in graph.nodes:
         name = str(node.target)
-        if node.op != "get_attr" or name not in constants or _has(twin, name):
+        if node.op != "get_attr" or name not in constants or name in own:
             continue
         node.target = "_constant_" + re.sub(r"\W", "_", name)
         vars(twin).setdefault(node.target, constants[name].detach().clone())
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    with suppress(AttributeError):
-        return name in dict(module.named_buffers()) or bool(module.get_parameter(name) is not None)
-    return False
 
 
 def unwrapped(models: Any) -> Any:

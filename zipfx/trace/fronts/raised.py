@@ -7,7 +7,7 @@ is matched and repaired as one that torch.fx has traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -22,7 +22,7 @@ from zipfx.model.running import untouched
 from zipfx.model.tensors import clone_tensors, close
 from zipfx.modes import as_caller
 from zipfx.trace.fronts.symbolic import OPENED
-from zipfx.trace.fronts.written import CALL
+from zipfx.trace.fronts.written import CALL, drop_unread
 
 #: modules that take sizes of their input to what they compute
 _OF_ANY_SIZE = (nn.MultiheadAttention, nn.RNNBase)
@@ -83,7 +83,7 @@ def raise_calls(root: fx.GraphModule, inputs: Sequence[Any]) -> None:
             now |= _replace(graph, call, now.get(source, source), extra)
     for node in graph.nodes:
         node.meta.pop(CALL, None)
-    graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
+    drop_unread(graph)
     root.recompile()
 
 
@@ -145,7 +145,6 @@ class _Runner(fx.Interpreter):
         self, graph: fx.Graph, root: nn.Module, calls: Mapping[tuple[fx.Node, fx.Node], _Call]
     ) -> None:
         super().__init__(alias(root).eval(), graph=graph)
-        self.root = root
         self.first = {first: (source, call) for (source, first), call in calls.items()}
         self.of = {node: call for call in calls.values() for node in call.read()}
         self.given: dict[int, list[tuple[tuple[Any, ...], Tensor]]] = {}
@@ -162,8 +161,8 @@ class _Runner(fx.Interpreter):
 
     def _results(self, path: str, x: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
         """The tensors that a module returns, and the paths to them."""
-        module: Callable[..., Any] = self.module.get_submodule(path)
-        times, kwargs = _extra(self.root.get_submodule(path))
+        module: nn.Module = self.module.get_submodule(path)
+        times, kwargs = _extra(module)
         try:
             result = module(*[clone_tensors(x)] * times, **kwargs)
         except Exception:  # it is called otherwise

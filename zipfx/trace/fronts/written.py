@@ -75,8 +75,13 @@ def rewritten(
     (output,) = (node for node in graph.nodes if node.op == "output")
     found = [seen[x] if isinstance(x, fx.Node) else x for x in output.args[0]]
     copied.output(_built(copied, info.out_spec, iter(found), f"the output of {name}"))
-    copied.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
+    drop_unread(copied)
     return copied
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Leave out what nobody reads, but for calls of modules, and what writes."""
+    graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
 
 
 class _Copying:
