@@ -17,7 +17,8 @@ from benchmarks.huggingface_models import ALL, FIRST, MORE
 from tests.helpers.laws import unharmed
 from zipfx import ZipError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, in many ways
+#: slow: exports take seconds each; warnings: of transformers, in many ways
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
 

@@ -106,6 +106,7 @@ def batches(length: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("repair", ["none", "affine", "refit"])
 @pytest.mark.parametrize("matcher", ["zip", "permute"])

@@ -87,6 +87,7 @@ def test_they_are_layers_and_the_graph_computes_the_same(function: Any, front: s
     assert made["up"].weight.data_ptr() == model.up.data_ptr()  # type: ignore[operator]
 
 
+@pytest.mark.sweep
 @fronts
 @pytest.mark.parametrize("function", [product, addmm, matmul, turned])
 def test_they_get_better(function: Any, front: str) -> None:

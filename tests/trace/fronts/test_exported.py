@@ -64,6 +64,7 @@ def test_every_size_that_a_model_leaves_free_stays_free() -> None:
     assert [e.wanted[0] for e in sizes] == ["x: (4, 6, 5)"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
     [
@@ -141,6 +142,7 @@ def by_numpy(m: Any, x: Tensor) -> Tensor:
     return z
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -257,6 +259,7 @@ def by_dtype(m: Any, x: Any) -> Tensor:
 Y = torch.rand(4, 6, dtype=torch.float64)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("function", "traced", "given", "fronts"),
     [

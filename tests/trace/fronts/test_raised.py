@@ -41,6 +41,7 @@ def called(function: Any, x: Tensor = X, **parts: nn.Module) -> list[str]:
     return [str(n.target) for n in module.graph.nodes if n.op == "call_module"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "layer",
     [

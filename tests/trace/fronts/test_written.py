@@ -100,6 +100,7 @@ def test_checks_of_dtypes_and_devices_are_gone() -> None:
     assert device.args[0].op == "placeholder"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "function",
     [
