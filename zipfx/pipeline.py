@@ -128,7 +128,9 @@ def zip(
             seen = _seen(job, example, traced, analysis)
         with stages.stage("match"):
             spaces = tuple(analysis.spaces)
-            matches = match_models(job.matcher, spaces, seen, traced.parameters, len(models))
+            matches = match_models(
+                job.matcher, spaces, seen, traced.parameters, len(models), progress=job.progress
+            )
         with stages.stage("fuse"):
             fused = fuse_models(traced, analysis, matches, job.models, job.device)
         with stages.stage("repair"):
@@ -144,6 +146,7 @@ def _traced(job: Job, example: Example) -> TracedModels:
     return trace_all(
         job.models, example.inputs, example.by_name, example.given,
         partial=job.partial, tracer=job.tracer, front=job.front, device=job.device, home=job.home,
+        progress=job.progress,
     )  # fmt: skip
 
 

@@ -1,11 +1,16 @@
-"""Text: tables with aligned columns and wrapped cells, and many names in few."""
+"""Text: tables with aligned columns and wrapped cells, many names in few, and progress bars."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
+from tqdm import tqdm
+
+T = TypeVar("T")
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 _NUMBER = re.compile(r"(?:^|(?<=[._]))(\d+)(?=\.|$)")
 
 
@@ -69,3 +74,27 @@ def _starred(family: list[str]) -> str:
     columns = zip(*(_NUMBER.findall(name) for name in family), strict=True)
     numbers = iter([column[0] if len(set(column)) == 1 else "*" for column in columns])
     return _NUMBER.sub(lambda _: next(numbers), family[0])
+
+
+def weighed(
+    items: Sequence[T], costs: Sequence[float], desc: str, *, shown: bool = True
+) -> Iterator[T]:
+    """The items, with a bar that goes on by the cost of each.
+
+    The time left is that which the work so far took, times the work left by the work done: as
+    right as the costs are proportional to the time. (A bar of layers of a network, all counted
+    alike, says "half" when the wide ones are still to come.)
+
+    Args:
+        costs: one for each item, in any unit, not negative.
+        shown: whether there is a bar at all.
+
+    >>> list(weighed(["small", "large"], [1, 9], "zipfx: work", shown=False))
+    ['small', 'large']
+    """
+    with tqdm(
+        total=sum(costs), desc=desc, disable=not shown, leave=False, smoothing=0, bar_format=_BAR
+    ) as bar:
+        for item, cost in zip(items, costs, strict=True):
+            yield item
+            bar.update(cost)

@@ -31,6 +31,8 @@ def match_models(
     seen: Seen | None,
     parameters: Callable[[], Mapping[str, Sequence[Tensor]]],
     models: int,
+    *,
+    progress: bool = False,
 ) -> Matches:
     """Match all spaces: by activations, by weights, or by position, as the matcher needs.
 
@@ -53,7 +55,7 @@ def match_models(
     if needs != "weights":
         known = [s for s in spaces if s.name not in blind]
         take = None if seen is None else lambda name: seen.take(name, *wanted(matcher))
-        matched = match_spaces(matcher, known, take, models)
+        matched = match_spaces(matcher, known, take, models, progress=progress)
     if needs == "nothing":
         rest = [s for s in spaces if s.name in blind]
         matched |= match_spaces(matcher, rest, None, models)

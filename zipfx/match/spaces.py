@@ -24,6 +24,7 @@ from zipfx.match.matchers.matching import LinearMerge, Matching, Merge, Pairs, j
 from zipfx.match.matchers.one_to_one import Identity, Permute
 from zipfx.match.matchers.protocol import Matcher
 from zipfx.observe import Statistics, inside, observed
+from zipfx.text import weighed
 
 Matched = dict[str, tuple[Merge, Pairs]]
 Take = Callable[[str], Statistics]
@@ -32,7 +33,12 @@ _CANDIDATES = 8  # blocks of another model that are compared in full with each o
 
 
 def match_spaces(
-    matcher: Matcher, spaces: Sequence[Space], take: Take | None, models: int
+    matcher: Matcher,
+    spaces: Sequence[Space],
+    take: Take | None,
+    models: int,
+    *,
+    progress: bool = False,
 ) -> Matched:
     """The matching of every space, and the pairs it joined; blocks come before what is inside.
 
@@ -55,7 +61,8 @@ def match_spaces(
         return matched
     held: dict[str, Statistics] = {}
     seen = observed(spaces)
-    for space in spaces:
+    costs = [float(space.size) ** 2 for space in spaces]  # entries of what is compared
+    for space in weighed(spaces, costs, "zipfx: match", shown=progress):
         inner = inside(space, seen) if space.of_blocks else []
         for s in inner:
             if s.name not in held:

@@ -129,8 +129,14 @@ class Moments:
         return (self._powers() / self.count - mean.square()).clamp(min=0)
 
     def _powers(self) -> Tensor:
+        """(..., n) float64, sums of squares."""
         if self.first is not None:
             return self.squares
+        if self._kept:  # no need of their products yet
+            powers = torch.zeros_like(self.total)
+            for rows in self._rows:
+                powers += rows.square().sum(-2)
+            return powers
         return self.second.diagonal(dim1=-2, dim2=-1)
 
     def finite(self) -> Tensor:

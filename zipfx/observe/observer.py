@@ -28,7 +28,7 @@ class Observer(nn.Module):
         self.dims, self.blurred, self.mixed = place.dims, place.blurred, place.mixed
         self.read, self.sizes = place.read, place.sizes
         self.models, self.size = models, len(index)
-        self.moments = Moments()
+        self.moments = Moments(few=models * len(index))
         self.resolution = torch.finfo(torch.float32).eps
         plain = bool((index.flatten() == torch.arange(index.numel())).all())
         self.register_buffer("index", index.flatten(), persistent=False)

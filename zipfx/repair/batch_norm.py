@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from tqdm import tqdm
 
 from zipfx.errors import ZipError
 from zipfx.model.graph_module import attribute
@@ -23,6 +22,7 @@ from zipfx.model.tensors import clone_tensors, is_batch_norm
 from zipfx.modes import as_caller
 from zipfx.observe import Calibration, Moments
 from zipfx.repair.batches import Batch, Line, Room, gathered
+from zipfx.text import weighed
 
 _MEMORY = 2 * 2**30  # bytes of values that may wait; batches beyond run again from their inputs
 
@@ -66,7 +66,8 @@ def repair_batch_norm(
     calls = Counter(id(norm.mean) for _, norm in norms)
     with evaluating(module), torch.no_grad():
         batches = gathered(module.forward, data)
-        for node, norm in tqdm(norms, desc="zipfx: repair", disable=not progress, leave=False):
+        costs = [1] * len(norms)
+        for node, norm in weighed(norms, costs, "zipfx: repair", shown=progress):
             moments = seen.setdefault(id(norm.mean), Moments(first=0))
             for batch in batches:
                 for x in _read(line, batch, node, norm):

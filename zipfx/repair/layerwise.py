@@ -14,7 +14,6 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
-from tqdm import tqdm
 
 from zipfx.checks import real, whole
 from zipfx.errors import ZipError
@@ -27,6 +26,7 @@ from zipfx.repair.exposed.unfold import title, unfold
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
 from zipfx.repair.targets import RefitStep, plan_targets
+from zipfx.text import weighed
 from zipfx.trace import TracedModels
 from zipfx.values import ByValue
 
@@ -169,7 +169,8 @@ def refit(
             for j in range(len(data.loaders))
         ]
         room = Room(settings.memory)
-        for step in tqdm(steps, desc="zipfx: refit", disable=not progress, leave=False):
+        costs = [_cost(step, batches, settings) for step in steps]
+        for step in weighed(steps, costs, "zipfx: refit", shown=progress):
             solution = _Fit(step, batches, line, paths, settings, room).solve()
             changed = solution.changed
             if solution.parts:
@@ -183,6 +184,19 @@ def refit(
         for state in states:
             state.reset()
     return done, len(batches)
+
+
+def _cost(step: RefitStep, batches: Sequence[Batch], settings: Refit) -> float:
+    """About how many operations a step takes; letters as in `layers`."""
+    groups, outputs = step.asked[0].shape
+    n = step.layer.weight().shape[-1]
+    positions = sum(len(b.images) for b in batches) * step.positions
+    some = min(positions, max(settings.oversampling * n, positions * outputs / n))
+    least, tried = min(n, some), min(3, len(settings.ridges))
+    run = (1 + len(step.matrices[0])) * positions * outputs * n
+    moments = (1 + settings.rounds * (step.flat is not None)) * some * n * (n + outputs)
+    solved = (1 + 2 * tried) * least * (least**2 / 3 + 2 * outputs * n)
+    return float(groups * (run + moments + 2 * solved))  # these are in float64
 
 
 class _Fit:

@@ -9,6 +9,7 @@ that is flat on one side, anything on that side is as good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from zipfx.repair.view import GraphView
 class RefitStep:
     """One layer to be refitted; letters as in `layers`, J sources of data.
 
-    node: of the merged graph; images: the dimension of its output along which images lie; target:
+    node: of the merged graph; images: the dimension of its output along which images lie;
+    positions: of each image of the example inputs; target:
     name of the node of the models that has what should be computed; skip: of the merged graph, what
     the outputs are added to first; flat: below and above which outputs are as good as these bounds;
     matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
@@ -36,6 +38,7 @@ class RefitStep:
     node: fx.Node
     layer: Layer
     images: int
+    positions: int
     target: str
     skip: fx.Node | None
     flat: tuple[float, float] | None
@@ -136,7 +139,9 @@ class _RefitPlanner:
         asked = tuple(a.reshape(shape) for a in wanted[1])
         images = view.images(node) if layer.channel == -1 else 0
         flat = view.flat_after(target)
-        return RefitStep(node, layer, images, name, skip, flat, tuple(wanted[0]), asked)
+        sizes = [n for d, n in enumerate(view.shapes[node]) if d != images]
+        positions = max(1, math.prod(sizes) // shape.numel())
+        return RefitStep(node, layer, images, positions, name, skip, flat, tuple(wanted[0]), asked)
 
     def _layer(self, node: fx.Node, norm: fx.Node | None) -> Layer | None:
         """The layer that a node applies, with the norm that follows it, if it may be changed."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from zipfx.model.running import State, state_of
 from zipfx.model.tensors import named_tensors
+from zipfx.text import weighed
 from zipfx.trace.align.alignment import aligned
 from zipfx.trace.align.correspond import check_constants, check_outputs, counterparts
 from zipfx.trace.align.cut import first_name, last_node
@@ -61,6 +62,7 @@ def trace_all(
     front: FrontName | Front = "auto",
     device: torch.device | None = None,
     home: torch.device | None = None,
+    progress: bool = False,
 ) -> TracedModels:
     """Trace K models, see what they write to, and find the cut in the first of them.
 
@@ -74,7 +76,8 @@ def trace_all(
     """
 
     def traced(where: torch.device | None, way: FrontName | Front) -> list[fx.GraphModule]:
-        return [trace(m, tracer, where, inputs, by_name, folded=True, front=way) for m in models]
+        alike = weighed(models, [1] * len(models), "zipfx: trace", shown=progress)
+        return [trace(m, tracer, where, inputs, by_name, folded=True, front=way) for m in alike]
 
     modules = traced(None if device == home else device, front)
     if {record_of(m).front for m in modules} == {"symbolic", "export"}:
