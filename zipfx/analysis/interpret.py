@@ -146,7 +146,8 @@ class _Mode(TorchDispatchMode):
 
     def _hear(self, address: Address, labels: Labels, axis: int, chosen: bool) -> None:
         heard = Heard.of(address, labels, axis, chosen)
-        self.inner[address, axis, heard.labels.tobytes(), heard.blurred, heard.data] = heard
+        others = tuple((dims, ids.tobytes()) for dims, ids in heard.others)
+        self.inner[address, axis, heard.labels.tobytes(), others, heard.data] = heard
 
 
 class _Interpreter(fx.Interpreter):

@@ -43,9 +43,11 @@ def reads_and_source(space: Space) -> Sequence[Place]:
     That is before the activation, where a ReLU has not yet made features dead or all but dead:
     there the correlation of a feature with its copy is 1 and that of any other two is not. Where
     that is not known (other features lie there, too) it is the first place: later a softmax over
-    the others, say, may have made their mean the same for all inputs.
+    the others, say, may have made their mean the same for all inputs. Of what no weight reads
+    (queries and keys, which meet one another) it is all places where weights make it.
     """
-    reads, sharp = all_reads(space), _sharp(space)
+    sharp = _sharp(space)
+    reads = [p for p in sharp if p.read]
     made = [p for p in sharp if p.source] or sharp[:1]
     sources = (p for p in made if not any(p is r for r in reads))
     return [*sources, *reads]

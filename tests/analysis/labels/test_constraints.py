@@ -209,5 +209,6 @@ def test_facts_are_those_that_a_later_write_has_not_changed_yet() -> None:
 def test_what_is_heard_of_an_axis() -> None:
     value = Labels((2, 3), (ids(4, 5, 6)[None],), kind=Kind.DATA)
     heard = Heard.of(("at", True, 0), value, -1, chosen=False)  # type: ignore[arg-type]
-    assert (heard.labels.tolist(), heard.blurred, heard.data) == ([4, 5, 6], (), True)
-    assert Heard.of(("at", True, 0), value, -2, chosen=False).blurred == (-1,)  # type: ignore[arg-type]
+    assert (heard.labels.tolist(), heard.others, heard.data) == ([4, 5, 6], (), True)
+    ((dims, labels),) = Heard.of(("at", True, 0), value, -2, chosen=False).others  # type: ignore[arg-type]
+    assert (dims, labels.tolist()) == ((-1,), [4, 5, 6])

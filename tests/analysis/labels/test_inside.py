@@ -31,6 +31,7 @@ from tests.helpers.fused import (
 )
 from tests.helpers.laws import EXACT, error, heads_error, merge, run, running_modules
 from zipfx.analysis.analysis import run_analysis
+from zipfx.analysis.labels.inside import OwnedTensors, Probe
 from zipfx.observe.joint_graph import observe
 from zipfx.trace.tracing import trace
 
@@ -212,3 +213,35 @@ def test_another_way_through_a_leaf_is_an_error() -> None:
         match=r"model 0: node 'leaf' \(call_module leaf\) does not compute on this batch what it",
     ):
         merge([own(Odd(5)), own(Odd(5))], data, tracer=Leaves())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_product_is_heard_with_its_bias(turned: bool) -> None:
+    """Whether it is added at once, or later as of what does not lie in one piece; what is added
+    after it is not heard."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + 7 * torch.ones(4)  # type: ignore[no-any-return]
+
+    leaf = Sum()
+    x = torch.randn(5, 2, 3)
+    x = x.transpose(0, 1) if turned else x
+    key = OwnedTensors(leaf, ()).key(leaf.layer.weight)
+    transposed = OwnedTensors(leaf, ()).key(leaf.layer.weight.T)
+    model = nn.Sequential(leaf)
+    with torch.no_grad():
+        for at in (key, transposed):
+            assert at is not None
+            try:
+                _, heard = Probe(model, "call_module", "0", [(at, True)], "0")(x)
+            except zipfx.ZipError:
+                continue
+            (found,) = heard[at, True]
+            assert torch.allclose(found.reshape(x.shape[:-1] + (4,)), leaf.layer(x))
+            return
+    pytest.fail("nothing was heard")

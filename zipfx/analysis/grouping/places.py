@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zipfx.analysis.grouping.grouping import Grouping
-from zipfx.analysis.labels.facts import Facts
+from zipfx.analysis.labels.facts import Facts, Heard
 from zipfx.analysis.labels.labels import Kind, overlapping
 from zipfx.analysis.spaces.values import Place
 from zipfx.hashing import Ints
@@ -53,13 +53,16 @@ def find_places(graph: fx.Graph, facts: Facts, grouping: Grouping) -> dict[int, 
     for s, found in places.items():  # features of data are observed in data
         data = {i: place for i, place in found.items() if facts.nodes[i].kind == Kind.DATA}
         places[s] = data or found
-    weighted = {c.node for c in facts.constraints.contractions}
-    weighted |= {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
+    makers = {c.node for c in facts.constraints.contractions}
+    weighted = makers | {i for i, fact in enumerate(facts.nodes) if "elementwise" in fact.traits}
     for found in places.values():
         reads = [i for i, place in found.items() if place.read and not place.blurred]
         if reads:
-            source = _source(nodes, at, facts, found, weighted, reads[-1])
-            found[source] = replace(found[source], source=True)
+            sources = {_source(nodes, at, facts, found, weighted, reads[-1])}
+        else:  # queries and keys, which meet one another
+            sources = makers & set(found)
+        for i in sources:
+            found[i] = replace(found[i], source=True)
     ordinary = {s: list(found.values()) for s, found in places.items()}
     return {**_inner_places(nodes, facts, grouping), **ordinary}
 
@@ -85,20 +88,28 @@ def _inner_places(nodes: list[fx.Node], facts: Facts, grouping: Grouping) -> dic
     for node, fact in zip(nodes[: grouping.last + 1], facts.nodes):
         for address in dict.fromkeys(heard.address for heard in fact.inner):
             heard = [h for h in fact.inner if h.address == address]
-            if len({(h.axis, h.blurred, h.data) for h in heard}) > 1 or not heard[0].data:
+            blurred = [_blurred(grouping, h) for h in heard]
+            ways = {(h.axis, dims, h.data) for h, dims in zip(heard, blurred, strict=True)}
+            if len(ways) > 1 or not heard[0].data:
                 continue
             tables = [dict(grouping.tables(h.labels)) for h in heard]
             own = set(grouping.space[grouping.vertex[heard[0].labels]].tolist())
             for s, index in tables[0].items():
                 if all(s in t and torch.equal(t[s], index) for t in tables):
-                    made, axis, blurred = address[1], (heard[0].axis,), heard[0].blurred
+                    made, axis = address[1], (heard[0].axis,)
                     mixed = index.shape[1] > 1 and grouping.mixes(s, heard[0].labels)
                     place = Place(
-                        node.name, axis, index, not made, blurred, made, s in own, mixed,
+                        node.name, axis, index, not made, blurred[0], made, s in own, mixed,
                         inner=address, chosen=any(h.chosen for h in heard),
                     )  # fmt: skip
                     places.setdefault(s, []).append(place)
     return places
+
+
+def _blurred(grouping: Grouping, heard: Heard) -> tuple[int, ...]:
+    """The other dimensions along which features lie that may be moved."""
+    moving = [dims for dims, labels in heard.others if grouping.spaces(labels)]
+    return tuple(sorted({d for dims in moving for d in dims}))
 
 
 def _source(

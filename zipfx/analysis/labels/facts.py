@@ -8,7 +8,7 @@ import numpy as np
 
 from zipfx.analysis.labels.constraints import Constraints
 from zipfx.analysis.labels.inside import Address
-from zipfx.analysis.labels.labels import Kind, Labels, support, vector
+from zipfx.analysis.labels.labels import Kind, Labels, overlapping, support, vector
 from zipfx.hashing import Ints
 
 
@@ -16,14 +16,14 @@ from zipfx.hashing import Ints
 class Heard:
     """What was met at an address inside a node: the labels along `axis` (counted from the end).
 
-    blurred: dimensions along which other features lie; data: whether it depends on the input;
-    chosen: whether its rows are others in every model.
+    others: labels that lie along other dimensions, and these; data: whether it depends on the
+    input; chosen: whether its rows are others in every model.
     """
 
     address: Address
     axis: int
     labels: Ints
-    blurred: tuple[int, ...]
+    others: tuple[tuple[tuple[int, ...], Ints], ...]
     data: bool
     chosen: bool = False
 
@@ -33,9 +33,14 @@ class Heard:
         ndim = len(labels.shape)
         along = [s for s in labels.features if support(s) == {axis % max(1, ndim)}]
         ids = vector(along[0], axis).numpy() if len(along) == 1 else np.zeros(0, np.int64)
-        others = {d - ndim for s in labels.features for d in support(s)} - {axis}
+        others = [
+            (tuple(d - ndim for d in dims if d - ndim != axis), ids)
+            for dims, slots in overlapping(labels.features)
+            for ids in slots
+        ]
+        others = [(dims, ids) for dims, ids in others if dims]
         data = labels.kind == Kind.DATA
-        return Heard(address, axis, ids, tuple(sorted(others)), data, chosen)
+        return Heard(address, axis, ids, tuple(others), data, chosen)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ Address = tuple[Key, bool]
 #: contractions of two tensors, with the number of the first of the two among the operands
 _CONTRACTIONS = dict.fromkeys("mm bmm mv dot linear convolution _convolution embedding".split(), 0)
 _CONTRACTIONS |= {"addmm": 1, "baddbmm": 1}
+_BARE, _SUMS = ("mm", "bmm", "mv"), ("add", "add_")
 
 
 class OwnedTensors:
@@ -88,25 +89,48 @@ class _Listen(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.weights = weights
         self.heard: dict[Address, list[Tensor]] = {address: [] for address in addresses}
+        #: products that have met no bias so far, and where they are heard
+        self.bare: list[tuple[Tensor, Address, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func.overloadpacket.__name__ in _SUMS:
+            self._add_bias(tensors, result)
         for meeting in meetings(func, tensors):
             key = self.weights.key(meeting.weight)
             if key is not None and (key, False) in self.heard:
                 self.heard[key, False].append(meeting.other.clone())  # it may yet be written to
             if key is not None and (key, True) in self.heard:
-                self.heard[key, True].append(_product(func, args, kwargs or {}, result))
+                product = self._product(func, args, kwargs or {}, result)
+                self.heard[key, True].append(product)
+                if func.overloadpacket.__name__ in _BARE:
+                    self.bare.append((result, (key, True), len(self.heard[key, True]) - 1))
         return result
 
+    def _product(self, op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Tensor:
+        """With its bias, which may be added here or later, and without anything else."""
+        added = op.overloadpacket.__name__ in ("addmm", "baddbmm")
+        if not added or self._is_bias(args[0]):
+            return result.clone()
+        found: Tensor = result - kwargs.get("beta", 1) * args[0]
+        return found
 
-def _product(op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Tensor:
-    """Without a bias: whether it is added here or later depends on the shapes."""
-    added = op.overloadpacket.__name__ in ("addmm", "baddbmm")
-    return result - kwargs.get("beta", 1) * args[0] if added else result.clone()
+    def _is_bias(self, t: Tensor) -> bool:
+        return t.ndim == 1 and self.weights.key(t) is not None
+
+    def _add_bias(self, operands: Sequence[Tensor], result: Tensor) -> None:
+        """A product that is added to a tensor of the node's own has met its bias."""
+        own = [self._is_bias(t) for t in operands]
+        if sorted(own) != [False, True] or not isinstance(result, Tensor):
+            return
+        at = operands[own.index(False)].data_ptr()
+        for product, address, i in [p for p in self.bare if p[0].data_ptr() == at]:
+            self.bare = [p for p in self.bare if p[0] is not product]
+            if product.shape[-1:] == result.shape[-1:] and product.numel() == result.numel():
+                self.heard[address][i] = result.reshape(product.shape).clone()
 
 
 class Probe(nn.Module):

@@ -236,7 +236,7 @@ def _function(splice: _Splice, node: fx.Node) -> None:
         return
     kind = _CONVOLUTIONS.get(node.target)
     layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
-    splice.becomes(node, title(weights[0]), layer, x)
+    splice.becomes(node, _path(weights[0]), layer, x)
     _erase_unread(splice.graph, own)
 
 
@@ -261,7 +261,7 @@ def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]])
         return
     end, whole = unflattened(node, x, sizes)
     layer = layer_of_product(kernel, offset, turned=turned)
-    splice.becomes(end, title(weight), layer, whole)
+    splice.becomes(end, _path(weight), layer, whole)
     made = [node] if end is not node else []
     left = dict.fromkeys([*made, x, read, weight, bias])
     _erase_unread(splice.graph, [n for n in left if isinstance(n, fx.Node)])
@@ -297,7 +297,7 @@ def _pieces(splice: _Splice, node: fx.Node, inner: Sequence[Inner]) -> None:
             layer = _linear(tensors[weight], None if bias is None else tensors[bias])
             made.append(splice.call(node, weight, splice.add(path, layer), (x,)))
             part = (_source(node), path, 0, len(tensors[weight]))
-            mark(made[-1], title=path.removesuffix(".weight"), part=part)
+            mark(made[-1], title=_path(own[weight]), part=part)
     node.op, node.target = "call_module", splice.add(f"{node.name}.after", after)
     node.args, node.kwargs = tuple(made), arguments
     _erase_unread(splice.graph, own.values())
@@ -307,6 +307,11 @@ def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
+
+
+def _path(weight: fx.Node) -> str:
+    """Of the layer that a weight belongs to."""
+    return title(weight).removesuffix(".weight")
 
 
 def _view(t: Tensor, start: int, stop: int) -> nn.Parameter:
