@@ -22,7 +22,8 @@ from zipfx.model.running import State, evaluating, state_of
 from zipfx.observe import Calibration, Moments, spread
 from zipfx.repair.batches import Batch, Line, Room, Run, gathered
 from zipfx.repair.exposed.bake import bake, with_plain_weights
-from zipfx.repair.exposed.unfold import title, unfold
+from zipfx.repair.exposed.splice import title
+from zipfx.repair.exposed.unfold import unfold
 from zipfx.repair.layers import samples
 from zipfx.repair.ridge import Missed, Solution, fit
 from zipfx.repair.targets import RefitStep, plan_targets

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from zipfx.merge import Assembly, HeadPlan, Limit, origin_of
 from zipfx.model.memory import span
-from zipfx.repair.exposed.unfold import title
+from zipfx.repair.exposed.splice import title
 from zipfx.repair.features import Wanted, made_at, made_by_rows, merged_features, own_features
 from zipfx.repair.layers import Layer, layer_of
 from zipfx.repair.view import GraphView

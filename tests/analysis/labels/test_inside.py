@@ -242,6 +242,6 @@ def test_a_product_is_heard_with_its_bias(turned: bool) -> None:
             except zipfx.ZipError:
                 continue
             (found,) = heard[at, True]
-            assert torch.allclose(found.reshape(x.shape[:-1] + (4,)), leaf.layer(x))
+            assert torch.allclose(found.reshape((*x.shape[:-1], 4)), leaf.layer(x))
             return
     pytest.fail("nothing was heard")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import zipfx
 from tests.helpers.laws import error, merge, permuted, run
 from zipfx.repair.exposed.products import layer_of_product
-from zipfx.repair.exposed.unfold import title, unfold
+from zipfx.repair.exposed.splice import title
+from zipfx.repair.exposed.unfold import unfold
 from zipfx.trace.tracing import trace
 
 WIDTH, TOKENS = 12, 5

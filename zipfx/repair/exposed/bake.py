@@ -21,7 +21,8 @@ from zipfx.model.graph_module import NAMED, attribute
 from zipfx.model.memory import is_dense, span, storage_key
 from zipfx.model.running import Noting
 from zipfx.modes import fixed_randomness
-from zipfx.repair.exposed.unfold import reads_as_weight, with_graph
+from zipfx.repair.exposed.splice import with_graph
+from zipfx.repair.exposed.unfold import reads_as_weight
 from zipfx.trace.nodes import ancestors, is_in_place, module_paths
 
 

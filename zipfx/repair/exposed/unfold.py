@@ -9,20 +9,18 @@ layers between them.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zipfx.merge import mark, origin_of
-from zipfx.model.graph_module import NAMED, GraphModule, attribute, plain, tree_of
+from zipfx.merge import mark
+from zipfx.model.graph_module import attribute, plain
 from zipfx.model.running import shapes
 from zipfx.model.tensors import runs_as
 from zipfx.repair.exposed.inner_linears import Inner, Piece, arguments_of, inner_layers
@@ -33,7 +31,17 @@ from zipfx.repair.exposed.products import (
     unflattened,
     untransposed,
 )
-from zipfx.trace.nodes import looks, only_looked_at, tensors_at
+from zipfx.repair.exposed.recurrent import is_recurrent, unroll
+from zipfx.repair.exposed.splice import (
+    Splice,
+    erase_unread,
+    linear,
+    rows_of,
+    source_of,
+    title,
+    with_graph,
+)
+from zipfx.trace.nodes import looks
 
 _PROJECTIONS = ("query", "key", "value")
 _LINEAR = F.linear, torch.ops.aten.linear.default
@@ -49,24 +57,19 @@ _CONVOLUTIONS: dict[Any, type[nn.modules.conv._ConvNd]] = {
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
-def title(node: fx.Node) -> str:
-    """What messages call the layer of a node."""
-    return origin_of(node).title or plain(str(node.target))
-
-
 def unfold(
     module: fx.GraphModule, inputs: Sequence[Any], *, to_write: bool = True
 ) -> fx.GraphModule:
     """The same graph with `nn.MultiheadAttention`, `F.linear`, `F.conv1d` to `conv3d`, products
-    with parameters, and functions that call `F.linear` unfolded; nodes keep their names, tensors
-    their memory.
+    with parameters, functions that call `F.linear` and recurrent layers unfolded; nodes keep their
+    names, tensors their memory.
 
     Args:
         module: a traced model, or a merged one.
         inputs: one value for each placeholder, to see what functions do.
         to_write: leave alone what shares its weights with another node. Else attention is unfolded
-            wherever it is, so that its parts have values to read, and `F.linear` and convolutions
-            are not: their nodes have those anyway.
+            wherever it is, so that its parts have values to read (as are recurrent layers), and
+            `F.linear` and convolutions are not: their nodes have those anyway.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -78,15 +81,19 @@ def unfold(
     >>> [title(node) for node in wide.graph.nodes if node.op == "call_module"][:3]
     ['attention.query', 'attention.key', 'attention.value']
     """
-    splice = _Splice(module, to_write)
-    products = to_write and any(node.target in PRODUCTS for node in module.graph.nodes)
-    sizes = {n.name: size for n, size in shapes(module, inputs).items()} if products else {}
+    splice = Splice(module, to_write)
+    calls = [n for n in module.graph.nodes if n.op == "call_module"]
+    asked = any(is_recurrent(module.get_submodule(str(n.target))) for n in calls)
+    asked |= to_write and any(n.target in PRODUCTS for n in module.graph.nodes)
+    sizes = {n.name: size for n, size in shapes(module, inputs).items()} if asked else {}
     inner = inner_layers(module, inputs)
     for node in list(splice.graph.nodes):
         if node.op == "call_module" and node.target not in splice.made:
             leaf = module.get_submodule(str(node.target))
             if _is_attention(leaf):
                 _attention(splice, node, leaf)
+            elif is_recurrent(leaf):
+                unroll(splice, node, leaf, sizes)
         elif node.target in (*_LINEAR, *_CONVOLUTIONS) and to_write:
             _function(splice, node)
         elif node.target in PRODUCTS and to_write:
@@ -94,15 +101,6 @@ def unfold(
         elif node.name in inner:
             _pieces(splice, node, inner[node.name])
     return with_graph(module, splice.graph, splice.made)
-
-
-def with_graph(
-    module: fx.GraphModule, graph: fx.Graph, made: Mapping[str, nn.Module | nn.Parameter]
-) -> fx.GraphModule:
-    """Another graph on the parts of a module, and on some of its own, by target."""
-    used = {str(n.target) for n in graph.nodes if n.op in NAMED}
-    parts = {plain(t): made[t] if t in made else attribute(module, t) for t in sorted(used)}
-    return GraphModule(tree_of(parts), graph, type(module).__name__)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -116,64 +114,11 @@ def reads_as_weight(node: fx.Node, other: fx.Node) -> bool:
     return any(given.get(name) is other for name in _ARGUMENTS[1:3])
 
 
-class _Splice:
-    """The graph of a module while nodes of it are replaced by several.
-
-    made: the layers that were put in, by target; uses: how many nodes read a tensor, by its id.
-    """
-
-    def __init__(self, module: fx.GraphModule, to_write: bool) -> None:
-        self.to_write = to_write
-        self.module, self.graph = module, copy.deepcopy(module.graph)
-        self.made: dict[str, nn.Module] = {}
-        read = (n for n in module.graph.nodes if not only_looked_at(n))
-        self.uses = Counter(id(t) for n in read for t in tensors_at(module, n))
-
-    def alone(self, t: Tensor) -> bool:
-        """Whether a single node has a tensor, or that does not matter."""
-        return not self.to_write or self.uses[id(t)] == 1
-
-    def owns(self, node: fx.Node) -> bool:
-        """Whether no other node has the tensors of this one, or that does not matter."""
-        return all(map(self.alone, tensors_at(self.module, node)))
-
-    def add(self, path: str, layer: nn.Module) -> str:
-        """Where a layer is put: not inside a module, which is the model's."""
-        target = f"unfolded__{len(self.made)}__{path.replace('.', '__')}"
-        self.made[target] = layer
-        return target
-
-    def call(
-        self, node: fx.Node, name: str, target: str, args: tuple[Any, ...], kwargs: Any = None
-    ) -> fx.Node:
-        """A part of a node that applies a layer."""
-        new = self.graph.call_module(target, args, kwargs)
-        self.name(new, node, name)
-        return new
-
-    def becomes(self, node: fx.Node, path: str, layer: nn.Module, x: fx.Node) -> None:
-        """A node applies a layer of its own, and nothing else."""
-        mark(node, title=path)
-        node.op, node.target = "call_module", self.add(path, layer)
-        node.args, node.kwargs = (x,), {}
-
-    def name(self, new: fx.Node, node: fx.Node, part: str) -> None:
-        """Name a part after its node, in this graph and in that of the model it comes from."""
-        new._rename(f"{node.name}__zipfx_{part}")
-        origin = origin_of(node)
-        source = None if origin.source is None else f"{origin.source}__zipfx_{part}"
-        mark(new, head=origin.head, source=source)
-
-
-def _source(node: fx.Node) -> str:
-    return origin_of(node).source or node.name
-
-
 def _is_attention(leaf: nn.Module) -> bool:
     return isinstance(leaf, nn.MultiheadAttention) and runs_as(leaf, nn.MultiheadAttention)
 
 
-def _attention(splice: _Splice, node: fx.Node, leaf: Any) -> None:
+def _attention(splice: Splice, node: fx.Node, leaf: Any) -> None:
     """Four linear layers, and what mixes positions between them."""
     path = plain(str(node.target))
     given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs)
@@ -192,7 +137,7 @@ def _attention(splice: _Splice, node: fx.Node, leaf: Any) -> None:
             layer, owner, rows = _projection(leaf, i)
             target = splice.add(f"{path}.{name}", layer)
             part = splice.call(node, name, target, (given.arguments[name],))
-            mark(part, title=f"{path}.{name}", part=(_source(node), f"{path}.{owner}", *rows))
+            mark(part, title=f"{path}.{name}", part=(source_of(node), f"{path}.{owner}", *rows))
             given.arguments[name] = part
     node.target = splice.add(f"{path}.mixing", _core(leaf))
     node.args, node.kwargs = given.args, given.kwargs
@@ -213,11 +158,11 @@ def _projection(leaf: Any, i: int) -> tuple[nn.Linear, str, tuple[int, int]]:
     owner = "in_proj_weight" if packed else f"{_PROJECTIONS[i][0]}_proj_weight"
     rows = (i * width, (i + 1) * width) if packed else (0, width)
     bias = leaf.in_proj_bias
-    bias = None if bias is None else _view(bias, i * width, (i + 1) * width)
-    return _linear(_view(getattr(leaf, owner), *rows), bias), owner, rows
+    bias = None if bias is None else rows_of(bias, i * width, (i + 1) * width)
+    return linear(rows_of(getattr(leaf, owner), *rows), bias), owner, rows
 
 
-def _function(splice: _Splice, node: fx.Node) -> None:
+def _function(splice: Splice, node: fx.Node) -> None:
     """`F.linear` or a convolution, given parameters, is a layer."""
     given = _arguments(node)
     x, *weights = (given.pop(name, None) for name in _ARGUMENTS[:3])
@@ -235,12 +180,12 @@ def _function(splice: _Splice, node: fx.Node) -> None:
     ):
         return
     kind = _CONVOLUTIONS.get(node.target)
-    layer = _linear(*found) if kind is None else _convolution(kind, *found, **given)
+    layer = linear(*found) if kind is None else _convolution(kind, *found, **given)
     splice.becomes(node, _path(weights[0]), layer, x)
-    _erase_unread(splice.graph, own)
+    erase_unread(splice.graph, own)
 
 
-def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]]) -> None:
+def _product(splice: Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]]) -> None:
     """The product of an input with a parameter is a linear layer."""
     given = operands(node)
     x, read, bias = (given.get(name) for name in _ARGUMENTS[:3])
@@ -264,17 +209,17 @@ def _product(splice: _Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]])
     splice.becomes(end, _path(weight), layer, whole)
     made = [node] if end is not node else []
     left = dict.fromkeys([*made, x, read, weight, bias])
-    _erase_unread(splice.graph, [n for n in left if isinstance(n, fx.Node)])
+    erase_unread(splice.graph, [n for n in left if isinstance(n, fx.Node)])
 
 
-def _is_own(splice: _Splice, node: fx.Node, w: Any) -> bool:
+def _is_own(splice: Splice, node: fx.Node, w: Any) -> bool:
     """Whether a weight is a tensor of the module that this node alone reads."""
     if not isinstance(w, fx.Node) or w.op != "get_attr" or not splice.owns(w):
         return False
     return all(user is node or looks(user, w) for user in w.users)
 
 
-def _pieces(splice: _Splice, node: fx.Node, inner: Sequence[Inner]) -> None:
+def _pieces(splice: Splice, node: fx.Node, inner: Sequence[Inner]) -> None:
     """A function that calls `F.linear` becomes what it does before, between and after these."""
     arguments = arguments_of(node)
     assert arguments is not None
@@ -294,34 +239,18 @@ def _pieces(splice: _Splice, node: fx.Node, inner: Sequence[Inner]) -> None:
         for weight, bias in inner:
             path = plain(str(own[weight].target))
             x = splice.call(node, f"before_{weight}", up_to, tuple(made), arguments)
-            layer = _linear(tensors[weight], None if bias is None else tensors[bias])
+            layer = linear(tensors[weight], None if bias is None else tensors[bias])
             made.append(splice.call(node, weight, splice.add(path, layer), (x,)))
-            part = (_source(node), path, 0, len(tensors[weight]))
+            part = (source_of(node), path, 0, len(tensors[weight]))
             mark(made[-1], title=_path(own[weight]), part=part)
     node.op, node.target = "call_module", splice.add(f"{node.name}.after", after)
     node.args, node.kwargs = tuple(made), arguments
-    _erase_unread(splice.graph, own.values())
-
-
-def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    for node in nodes:
-        if not node.users:
-            graph.erase_node(node)
+    erase_unread(splice.graph, own.values())
 
 
 def _path(weight: fx.Node) -> str:
     """Of the layer that a weight belongs to."""
     return title(weight).removesuffix(".weight")
-
-
-def _view(t: Tensor, start: int, stop: int) -> nn.Parameter:
-    return nn.Parameter(t.data[start:stop], requires_grad=False)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
-    return layer.eval()
 
 
 def _convolution(

@@ -1,0 +1,131 @@
+"""Recurrent: what `nn.LSTM`, `nn.GRU` and `nn.RNN` make of their inputs, as linear layers.
+
+At every step such a layer computes W x_t + b and V h_{t-1} + c, all gates at once. The first is put
+before it as a layer of its own, once for all steps. The layer follows as it was, with what has been
+written to W and b by then; it does not read what that layer gives, which is there to be looked at.
+V stays as it is: what is best for the states of the merge as it was is not for those that come of
+it, and errors feed on themselves (on digits read row by row 2 to 25 points are lost that way; see
+docs/repairs.md).
+
+Letters: B batch, T time, C features of an input, H of a state, N gates times H.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from zipfx.merge import mark
+from zipfx.model.graph_module import plain
+from zipfx.model.tensors import runs_as
+from zipfx.repair.exposed.splice import Splice, linear, rows_of, source_of
+
+KINDS: tuple[type[nn.RNNBase], ...] = (nn.LSTM, nn.GRU, nn.RNN)
+_WAYS = ("", "_reverse")
+
+
+class Run(nn.Module):
+    """One layer of several, in all directions, (B, T, C) -> (B, T, H) or likewise, and its last
+    state.
+
+    Args:
+        layer: that layer alone; number: which of several it is.
+    """
+
+    def __init__(self, layer: nn.RNNBase, number: int) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+
+    def forward(self, x: Tensor, begin: Any, *made: Tensor) -> tuple[Tensor, Any]:
+        """made: what was put before it, which has run by then."""
+        ways = 2 if self.layer.bidirectional else 1
+        found: tuple[Tensor, Any] = self.layer(x, _states(begin, self.number * ways, ways))
+        return found
+
+
+class Join(nn.Module):
+    """What several layers give: the outputs of the last, and the last states of all."""
+
+    def forward(self, *runs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        states = [state for _, state in runs]
+        if isinstance(states[0], tuple):
+            return runs[-1][0], tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+        return runs[-1][0], torch.cat(states)
+
+
+def is_recurrent(leaf: nn.Module) -> bool:
+    """Whether it is one of torch's, and runs as such."""
+    return any(isinstance(leaf, kind) and runs_as(leaf, kind) for kind in KINDS)
+
+
+def unroll(splice: Splice, node: fx.Node, leaf: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Put what a recurrent layer makes of its inputs before it, where these are plain tensors of
+    three dimensions."""
+    given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs).arguments
+    x, begin = given["input"], given.get("hx")
+    known = isinstance(x, fx.Node) and len(shapes.get(x.name, ())) == 3
+    odd = leaf.proj_size or any(is_parametrized(m) for m in leaf.modules())
+    if not known or odd or not splice.owns(node):
+        return
+    path, runs = plain(str(node.target)), []
+    ways = _WAYS[: 2 if leaf.bidirectional else 1]
+    with splice.graph.inserting_before(node):
+        for number in range(leaf.num_layers):
+            ends = [f"l{number}{way}" for way in ways]
+            made = [_made_of_inputs(splice, node, leaf, end, x) for end in ends]
+            target = splice.add(f"{path}.run", Run(_alone(leaf, number, ways), number))
+            runs.append(splice.call(node, f"run{number}", target, (x, begin, *made)))
+            mark(runs[-1], title=", ".join(f"{path}.weight_hh_{end}" for end in ends))
+            x = splice.graph.call_function(_outputs, (runs[-1],))
+            splice.name(x, node, f"outputs{number}")
+    node.target = splice.add(f"{path}.join", Join())
+    node.args, node.kwargs = tuple(runs), {}
+
+
+def _states(begin: Any, start: int, count: int) -> Any:
+    """Some of the states (layers, B, H); of an LSTM there are two."""
+    if isinstance(begin, (tuple, list)):
+        return tuple(_states(one, start, count) for one in begin)
+    return None if begin is None else begin.narrow(0, start, count).contiguous()
+
+
+def _outputs(found: tuple[Tensor, Any]) -> Tensor:
+    return found[0]
+
+
+def _made_of_inputs(splice: Splice, node: fx.Node, leaf: Any, end: str, x: Any) -> fx.Node:
+    """The layer (.., C) -> (.., N) of one direction."""
+    name, path = f"weight_ih_{end}", plain(str(node.target))
+    weight = getattr(leaf, name)
+    bias = getattr(leaf, f"bias_ih_{end}") if leaf.bias else None
+    layer = linear(*(None if t is None else rows_of(t, 0, len(t)) for t in (weight, bias)))
+    part = splice.call(node, name, splice.add(f"{path}.{name}", layer), (x,))
+    mark(part, title=f"{path}.{name}", part=(source_of(node), f"{path}.{name}", 0, len(weight)))
+    return part
+
+
+def _alone(leaf: Any, number: int, ways: Sequence[str]) -> nn.RNNBase:
+    """One layer of several, on the memory of its weights; those that another node has are no
+    parameters here."""
+    kind = next(kind for kind in KINDS if isinstance(leaf, kind))
+    more = {"nonlinearity": leaf.nonlinearity} if kind is nn.RNN else {}
+    inputs = getattr(leaf, f"weight_ih_l{number}").shape[1]
+    alone = kind(
+        inputs, leaf.hidden_size, bias=leaf.bias, batch_first=leaf.batch_first,
+        bidirectional=len(ways) == 2, device="meta", **more,
+    )  # fmt: skip
+    for own, way in zip(_WAYS, ways):
+        for name in [n for n, _ in alone.named_parameters() if n.endswith(f"_l0{own}")]:
+            value = getattr(leaf, f"{name.removesuffix(f'_l0{own}')}_l{number}{way}")
+            if name.startswith("weight_hh"):
+                setattr(alone, name, rows_of(value, 0, len(value)))
+            else:
+                del alone._parameters[name]
+                alone.register_buffer(name, value.data, persistent=False)
+    alone._flat_weights = [getattr(alone, name) for name in alone._flat_weights_names]
+    return alone.eval()
