@@ -115,6 +115,12 @@ class Batch:
             self.runs = {k: Run(other, clone_tensors(self.inputs)) for k, other in lines.items()}
         return self.run
 
+    def again(self) -> Batch:
+        """The same batch, which has not begun."""
+        new = Batch(self.source, self.inputs, len(self.images), self.mask)
+        new.images, new.of = self.images, self.of
+        return new
+
     def nbytes(self) -> int:
         """Of the values that wait; views count once, the tensors of the modules do not."""
         found: dict[int, int] = {}

@@ -197,7 +197,8 @@ def _cost(step: RefitStep, batches: Sequence[Batch], settings: Refit) -> float:
     run = (1 + len(step.matrices[0])) * positions * outputs * n
     moments = (1 + settings.rounds * (step.flat is not None)) * some * n * (n + outputs)
     solved = (1 + 2 * tried) * least * (least**2 / 3 + 2 * outputs * n)
-    return float(groups * (run + moments + 2 * solved))  # these are in float64
+    uses = 1 + len(step.others)
+    return float(groups * (uses * (run + moments) + 2 * solved))  # these are in float64
 
 
 class _Fit:
@@ -259,19 +260,29 @@ class _Fit:
                 mine.add(x, _eased(y + older, output + older, *self.step.flat) - output - older)
         return found
 
-    def _advanced(self, batch: Batch) -> Run:
+    def _advanced(self, step: RefitStep, batch: Batch) -> Run:
         """Up to what the layer reads in the merged graph, and what models have in its place."""
         run = batch.start(self.line, self.paths[batch.source])
-        run.advance(self.step.node, inclusive=False)
-        for k in self.step.matrices[batch.source]:
-            batch.runs[k].advance(batch.runs[k].line.named[self.step.target])
+        run.advance(step.node, inclusive=False)
+        for k in step.matrices[batch.source]:
+            batch.runs[k].advance(batch.runs[k].line.named[step.target])
         return run
 
     def _samples(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         """Inputs (G, S, n), targets (G, S, o), what is added to these (G, S, o), some at a time,
         and whether they are held out."""
-        step, layer = self.step, self.layer
-        run = self._advanced(batch)
+        if not self.step.others:
+            yield from self._samples_at(self.step, batch)
+            self.room.settle(batch)
+            return
+        again = batch.again()  # beyond layers that are yet to be refitted
+        for step in (self.step, *self.step.others):
+            yield from self._samples_at(step, again)
+
+    def _samples_at(
+        self, step: RefitStep, batch: Batch
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+        layer, run = self.layer, self._advanced(step, batch)
         patches = layer.patches(run.values[step.node.args[0]])  # type: ignore[index]
         patches = patches.movedim(step.images, 0)
         targets = {k: batch.runs[k].value(step.target) for k in step.matrices[batch.source]}
@@ -312,7 +323,6 @@ class _Fit:
                     x, y = x[:, kept], y[:, kept]
                     older = older if skip is None else older[:, kept]
                 yield x, y - older, older, bool(which % 2)
-        self.room.settle(batch)
 
     def _stride(self, batch: Batch, rows: int, grid: Sequence[int]) -> int:
         """Of the positions that are taken, along each dimension of the grid.

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
 from zipfx.merge import Assembly, HeadPlan, Limit, origin_of
 from zipfx.model.memory import span
+from zipfx.model.tensors import alike
 from zipfx.repair.exposed.splice import title
 from zipfx.repair.features import Wanted, made_at, made_by_rows, merged_features, own_features
 from zipfx.repair.layers import Layer, layer_of
@@ -32,7 +33,8 @@ class RefitStep:
     name of the node of the models that has what should be computed; skip: of the merged graph, what
     the outputs are added to first; flat: below and above which outputs are as good as these bounds;
     matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
-    asked: (J,) of (G, o) bool, whether the source has a target for an output.
+    asked: (J,) of (G, o) bool, whether the source has a target for an output; others: the same
+    where the layer is applied again, to what does not depend on this.
     """
 
     node: fx.Node
@@ -44,6 +46,7 @@ class RefitStep:
     flat: tuple[float, float] | None
     matrices: tuple[Mapping[int, Tensor], ...]
     asked: tuple[Tensor, ...]
+    others: tuple[RefitStep, ...] = ()
 
 
 def plan_targets(
@@ -104,18 +107,28 @@ class _RefitPlanner:
         for node in self.view.weighted:
             if node in folded:
                 continue
+            repeats = self.view.repeats(node)
             norm = self.view.norm_after(node)
-            step = self._step(node, norm)
+            step = self._step(node, norm) if len(repeats) == 1 else self._repeated(repeats)
             if step is None:
                 left[title(node)] = None
             else:
                 steps.append(step)
-                folded |= {norm} if norm is not None else set()
+                folded |= {*repeats} if norm is None else {norm}
         return steps, list(left)
 
-    def _step(self, node: fx.Node, norm: fx.Node | None) -> RefitStep | None:
+    def _repeated(self, nodes: Sequence[fx.Node]) -> RefitStep | None:
+        """A layer that several nodes apply, all of which ask for the same features."""
+        found = [step for n in nodes if (step := self._step(n, None, len(nodes))) is not None]
+        if len(found) < len(nodes) or not all(_same_features(found[0], step) for step in found):
+            return None
+        first, *others = found
+        flat = first.flat if all(step.flat == first.flat for step in others) else None
+        return replace(first, flat=flat, others=tuple(others))
+
+    def _step(self, node: fx.Node, norm: fx.Node | None, uses: int = 1) -> RefitStep | None:
         view, head = self.view, origin_of(node).head
-        layer = self._layer(node, norm)
+        layer = self._layer(node, norm, uses)
         if (
             layer is None
             or not layer.weight().numel()
@@ -143,11 +156,11 @@ class _RefitPlanner:
         positions = max(1, math.prod(sizes) // shape.numel())
         return RefitStep(node, layer, images, positions, name, skip, flat, tuple(wanted[0]), asked)
 
-    def _layer(self, node: fx.Node, norm: fx.Node | None) -> Layer | None:
+    def _layer(self, node: fx.Node, norm: fx.Node | None, uses: int) -> Layer | None:
         """The layer that a node applies, with the norm that follows it, if it may be changed."""
         view, module = self.view, self.view.module(node)
         own = [t for n in (node, norm) if n is not None for t in view.parameters(n)]
-        if module is None or any(map(view.shared, own)) or len(node.args) != 1:
+        if module is None or any(view.shared(t, uses) for t in own) or len(node.args) != 1:
             return None
         limit = self.limits.get(id(getattr(module, "weight", None)))
         bound = [t for t in own if any(a < span(t)[1] and span(t)[0] < b for a, b in self.limited)]
@@ -169,6 +182,13 @@ class _RefitPlanner:
         if made is None:
             return None
         return merged_features(made, width, len(self.models), self.sources)
+
+
+def _same_features(a: RefitStep, b: RefitStep) -> bool:
+    pairs = [(x, y) for x, y in zip(a.matrices, b.matrices, strict=True)]
+    return all(alike(p, q) for p, q in zip(a.asked, b.asked, strict=True)) and all(
+        x.keys() == y.keys() and all(alike(x[k], y[k]) for k in x) for x, y in pairs
+    )
 
 
 def _source(node: fx.Node) -> str:

@@ -76,10 +76,26 @@ class GraphView:
             return []
         return [t for t in tensors_at(self.merged, node) if isinstance(t, nn.Parameter)]
 
-    def shared(self, t: Tensor) -> bool:
-        """Whether anything else lies on the memory of a parameter, or uses it as well."""
+    def shared(self, t: Tensor, uses: int = 1) -> bool:
+        """Whether anything else lies on the memory of a parameter, or uses it as well; uses: how
+        often it is used by those that are meant."""
         start, stop = span(t)
-        return int(((self._uses[:, 0] < stop) & (self._uses[:, 1] > start)).sum()) > 1
+        return int(((self._uses[:, 0] < stop) & (self._uses[:, 1] > start)).sum()) > uses
+
+    def repeats(self, node: fx.Node) -> list[fx.Node]:
+        """All nodes that call the module of a node, in order; the node alone, if one of them reads
+        what comes of another: there errors feed on themselves."""
+        module = self.module(node)
+        if module is None or self._calls[id(module)] == 1:
+            return [node]
+        found = [n for n in self.weighted if self.module(n) is module]
+        reached = set(found)
+        for n in self.nodes[self.at[found[0]] :]:
+            if not reached.isdisjoint(n.all_input_nodes):
+                if n in reached:
+                    return [node]
+                reached.add(n)
+        return found
 
     def between(self, node: fx.Node, end: fx.Node) -> bool:
         """Whether another layer comes between: its target may be gone once `end` has run."""

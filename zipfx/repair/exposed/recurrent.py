@@ -102,8 +102,8 @@ def _made_of_inputs(splice: Splice, node: fx.Node, leaf: Any, end: str, x: Any) 
     """The layer (.., C) -> (.., N) of one direction."""
     name, path = f"weight_ih_{end}", plain(str(node.target))
     weight = getattr(leaf, name)
-    bias = getattr(leaf, f"bias_ih_{end}") if leaf.bias else None
-    layer = linear(*(None if t is None else rows_of(t, 0, len(t)) for t in (weight, bias)))
+    bias = rows_of(getattr(leaf, f"bias_ih_{end}"), 0, len(weight)) if leaf.bias else None
+    layer = linear(rows_of(weight, 0, len(weight)), bias)
     part = splice.call(node, name, splice.add(f"{path}.{name}", layer), (x,))
     mark(part, title=f"{path}.{name}", part=(source_of(node), f"{path}.{name}", 0, len(weight)))
     return part
