@@ -13,7 +13,8 @@ from tests.helpers.blocks import Net, data
 from zipfx import LinearMerge, Matching
 from zipfx.analysis.analysis import Analysis
 from zipfx.repair.features import made_at, made_by_rows, merged_features, own_features
-from zipfx.repair.layers import Layer, layer_of
+from zipfx.repair.layers.kinds import layer_of
+from zipfx.repair.layers.layer import Layer
 
 SIZE = 4
 #: features 0 and 1 of model 0 are one in the merge, as are all but one of model 1

@@ -53,6 +53,15 @@ def test_what_two_nodes_use_or_forward_writes_is_shared() -> None:
     assert own.shared(once.merged.a.weight)
 
 
+def test_nodes_of_a_layer_are_repeats_unless_one_feeds_another() -> None:
+    twice = view(lambda s, x: s.b(x + s.a(x)) + s.a(x.relu()))
+    assert [n.name for n in twice.repeats(named(twice, "a"))] == ["a", "a_1"]
+    assert [n.name for n in twice.repeats(named(twice, "b"))] == ["b"]
+    assert not twice.shared(twice.merged.a.weight, 2)
+    fed = view(lambda s, x: s.a(s.b(s.a(x))))
+    assert [n.name for n in fed.repeats(named(fed, "a"))] == ["a"]
+
+
 def test_whether_a_layer_lies_between() -> None:
     of = view(lambda s, x: s.b(s.a(x).relu()).relu())
     assert of.between(named(of, "a"), named(of, "relu_1"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zipfx.analysis import Analysis, Role, overlapping
 from zipfx.match import LinearMerge, Merge, made_matrix
-from zipfx.repair.layers import Layer
+from zipfx.repair.layers.layer import Layer
 
 Made = list[tuple[Tensor, Merge]]
 Wanted = tuple[list[Mapping[int, Tensor]], list[Tensor]]

@@ -24,7 +24,7 @@ from zipfx.repair.batches import Batch, Line, Room, Run, gathered
 from zipfx.repair.exposed.bake import bake, with_plain_weights
 from zipfx.repair.exposed.splice import title
 from zipfx.repair.exposed.unfold import unfold
-from zipfx.repair.layers import samples
+from zipfx.repair.layers.layer import samples
 from zipfx.repair.ridge import Missed, Solution, fit
 from zipfx.repair.targets import RefitStep, plan_targets
 from zipfx.text import weighed
@@ -188,7 +188,7 @@ def refit(
 
 
 def _cost(step: RefitStep, batches: Sequence[Batch], settings: Refit) -> float:
-    """About how many operations a step takes; letters as in `layers`."""
+    """About how many operations a step takes; letters as in `layers.layer`."""
     groups, outputs = step.asked[0].shape
     n = step.layer.weight().shape[-1]
     positions = sum(len(b.images) for b in batches) * step.positions

@@ -20,13 +20,14 @@ from zipfx.model.memory import span
 from zipfx.model.tensors import alike
 from zipfx.repair.exposed.splice import title
 from zipfx.repair.features import Wanted, made_at, made_by_rows, merged_features, own_features
-from zipfx.repair.layers import Layer, layer_of
+from zipfx.repair.layers.kinds import layer_of
+from zipfx.repair.layers.layer import Layer
 from zipfx.repair.view import GraphView
 
 
 @dataclass(frozen=True, eq=False)
 class RefitStep:
-    """One layer to be refitted; letters as in `layers`, J sources of data.
+    """One layer to be refitted; letters as in `layers.layer`, J sources of data.
 
     node: of the merged graph; images: the dimension of its output along which images lie;
     positions: of each image of the example inputs; target:

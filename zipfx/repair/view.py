@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from zipfx.model.memory import span
 from zipfx.model.running import shapes
 from zipfx.model.tensors import first_samples, is_batch_norm
-from zipfx.repair.layers import layer_of
+from zipfx.repair.layers.kinds import layer_of
 from zipfx.trace.nodes import is_in_place, name_of, only_looked_at, tensors_at
 
 aten = torch.ops.aten

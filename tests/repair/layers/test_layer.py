@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zipfx.observe.moments import Moments
-from zipfx.repair.layers import Layer, layer_of, samples
+from zipfx.repair.layers.convolution import Convolution, Transposed
+from zipfx.repair.layers.kinds import layer_of
+from zipfx.repair.layers.layer import Layer, samples
+from zipfx.repair.layers.linear import LinearLayer
+from zipfx.repair.layers.scaled import BatchNorm, GroupNorm, LayerNorm
 
 CLOSE = 1e-11
 
@@ -46,13 +50,26 @@ LAYERS = [
     (nn.Linear(5, 7), (2, 3, 5)),
     (nn.BatchNorm2d(5), (5, 4, 3)),
     (nn.BatchNorm1d(5), (5,)),
+    (nn.LayerNorm(5), (5,)),
+    (nn.LayerNorm(5, bias=False), (2, 3, 5)),
+    (nn.RMSNorm(5), (3, 5)),
+    (nn.GroupNorm(3, 6), (6, 4, 3)),
 ]
+KINDS = [
+    (nn.Linear(2, 2), LinearLayer),
+    (nn.Conv1d(2, 2, 3), Convolution),
+    (nn.ConvTranspose2d(2, 2, 3), Transposed),
+    (nn.BatchNorm3d(2), BatchNorm),
+    (nn.RMSNorm(2), LayerNorm),
+    (nn.GroupNorm(1, 2), GroupNorm),
+]
+SCALES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def norms(module: nn.Module) -> list[nn.Module | None]:
     """Norms that can follow a module."""
     outputs = getattr(module, "out_channels", None) or getattr(module, "out_features", None)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, SCALES):
         return [None]
     rank = len(getattr(module, "kernel_size", (1,)))
     kind: Any = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[rank]
@@ -134,7 +151,25 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "module", [Own(2, 2), nn.BatchNorm1d(3, affine=False), nn.LayerNorm(3), nn.Embedding(3, 2)]
+    "module",
+    [
+        Own(2, 2),
+        nn.BatchNorm1d(3, affine=False),
+        nn.LayerNorm(3, elementwise_affine=False),
+        nn.GroupNorm(1, 3, affine=False),
+        nn.Embedding(3, 2),
+    ],
 )
 def test_what_is_no_such_layer_is_none(module: nn.Module) -> None:
     assert layer_of(module) is None
+
+
+@pytest.mark.parametrize(("module", "kind"), KINDS, ids=[str(m) for m, _ in KINDS])
+def test_of_what_kind_a_layer_is(module: nn.Module, kind: type[Layer]) -> None:
+    assert type(layer_of(module)) is kind
+
+
+def test_a_norm_of_several_dimensions_is_left_alone() -> None:
+    layer = layer_of(nn.LayerNorm([4, 5]))
+    assert layer is not None
+    assert not layer.takes(torch.Size([2, 4, 5]))
