@@ -21,11 +21,18 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zipfx.merge import mark
-from zipfx.model.graph_module import plain
+from zipfx.model.graph_module import attribute, plain
 from zipfx.model.tensors import runs_as
-from zipfx.repair.exposed.splice import Splice, linear, rows_of, source_of
+from zipfx.repair.exposed.splice import Splice, erase_unread, linear, rows_of, source_of
 
 KINDS: tuple[type[nn.RNNBase], ...] = (nn.LSTM, nn.GRU, nn.RNN)
+#: what a traced model calls in their place, and what the kind is told
+CALLS: dict[Any, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    torch.ops.aten.lstm.input: (nn.LSTM, {}),
+    torch.ops.aten.gru.input: (nn.GRU, {}),
+    torch.ops.aten.rnn_tanh.input: (nn.RNN, {"nonlinearity": "tanh"}),
+    torch.ops.aten.rnn_relu.input: (nn.RNN, {"nonlinearity": "relu"}),
+}
 _WAYS = ("", "_reverse")
 
 
@@ -49,13 +56,19 @@ class Run(nn.Module):
 
 
 class Join(nn.Module):
-    """What several layers give: the outputs of the last, and the last states of all."""
+    """What several layers give: the outputs of the last, and the last states of all; flat: these are
+    no tuple of their own."""
 
-    def forward(self, *runs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        states = [state for _, state in runs]
-        if isinstance(states[0], tuple):
-            return runs[-1][0], tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-        return runs[-1][0], torch.cat(states)
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.flat = flat
+
+    def forward(self, *runs: tuple[Tensor, Any]) -> tuple[Any, ...]:
+        states = [state if isinstance(state, tuple) else (state,) for _, state in runs]
+        joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+        if self.flat or len(joined) == 1:
+            return runs[-1][0], *joined
+        return runs[-1][0], joined
 
 
 def is_recurrent(leaf: nn.Module) -> bool:
@@ -68,22 +81,58 @@ def unroll(splice: Splice, node: fx.Node, leaf: Any, shapes: Mapping[str, Sequen
     three dimensions."""
     given = inspect.signature(leaf.forward).bind(*node.args, **node.kwargs).arguments
     x, begin = given["input"], given.get("hx")
-    known = isinstance(x, fx.Node) and len(shapes.get(x.name, ())) == 3
     odd = leaf.proj_size or any(is_parametrized(m) for m in leaf.modules())
-    if not known or odd or not splice.owns(node):
+    if not odd and splice.owns(node) and _is_plain(x, shapes):
+        _unroll(splice, node, leaf, plain(str(node.target)), x, begin)
+
+
+def unroll_call(splice: Splice, node: fx.Node, shapes: Mapping[str, Sequence[int]]) -> None:
+    """The same of a call of one of aten's functions with the weights of such a layer."""
+    x, begin, given, biased, layers, _, _, both, batch_first = node.args
+    paths = [str(w.target) for w in given if isinstance(w, fx.Node) and w.op == "get_attr"]
+    path = paths[0].rpartition(".")[0] if paths else ""
+    kind, more = CALLS[node.target]
+    alone = all(splice.owns(w) and len(w.users) == 1 for w in given)
+    if len(paths) < len(given) or not alone or not _is_plain(x, shapes):
         return
-    path, runs = plain(str(node.target)), []
+    weights = [attribute(splice.module, p) for p in paths]
+    inputs, size = weights[0].shape[1], weights[1].shape[1]
+    leaf = kind(
+        inputs, size, layers, bias=biased, batch_first=batch_first, bidirectional=both,
+        device="meta", **more,
+    )  # fmt: skip
+    names = [name for name, _ in leaf.named_parameters()]
+    if [f"{path}.{name}".lstrip(".") for name in names] != [plain(p) for p in paths]:
+        return
+    if not all(isinstance(w, nn.Parameter) for w in weights):
+        return
+    for name, weight in zip(names, weights, strict=True):
+        setattr(leaf, name, weight)
+    _unroll(splice, node, leaf, plain(path), x, begin, flat=True)
+    erase_unread(splice.graph, given)
+
+
+def _is_plain(x: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
+    return isinstance(x, fx.Node) and len(shapes.get(x.name, ())) == 3
+
+
+def _unroll(
+    splice: Splice, node: fx.Node, leaf: Any, path: str, x: Any, begin: Any, *, flat: bool = False
+) -> None:
+    runs: list[fx.Node] = []
     ways = _WAYS[: 2 if leaf.bidirectional else 1]
     with splice.graph.inserting_before(node):
         for number in range(leaf.num_layers):
             ends = [f"l{number}{way}" for way in ways]
-            made = [_made_of_inputs(splice, node, leaf, end, x) for end in ends]
+            made = [
+                _made_of_inputs(splice, node, leaf, f"{path}.weight_ih_{end}", x) for end in ends
+            ]
             target = splice.add(f"{path}.run", Run(_alone(leaf, number, ways), number))
             runs.append(splice.call(node, f"run{number}", target, (x, begin, *made)))
             mark(runs[-1], title=", ".join(f"{path}.weight_hh_{end}" for end in ends))
             x = splice.graph.call_function(_outputs, (runs[-1],))
             splice.name(x, node, f"outputs{number}")
-    node.target = splice.add(f"{path}.join", Join())
+    node.op, node.target = "call_module", splice.add(f"{path}.join", Join(flat=flat))
     node.args, node.kwargs = tuple(runs), {}
 
 
@@ -98,14 +147,15 @@ def _outputs(found: tuple[Tensor, Any]) -> Tensor:
     return found[0]
 
 
-def _made_of_inputs(splice: Splice, node: fx.Node, leaf: Any, end: str, x: Any) -> fx.Node:
+def _made_of_inputs(splice: Splice, node: fx.Node, leaf: Any, path: str, x: Any) -> fx.Node:
     """The layer (.., C) -> (.., N) of one direction."""
-    name, path = f"weight_ih_{end}", plain(str(node.target))
+    name = path.rpartition(".")[2]
     weight = getattr(leaf, name)
-    bias = rows_of(getattr(leaf, f"bias_ih_{end}"), 0, len(weight)) if leaf.bias else None
+    bias = getattr(leaf, name.replace("weight", "bias")) if leaf.bias else None
+    bias = None if bias is None else rows_of(bias, 0, len(bias))
     layer = linear(rows_of(weight, 0, len(weight)), bias)
-    part = splice.call(node, name, splice.add(f"{path}.{name}", layer), (x,))
-    mark(part, title=f"{path}.{name}", part=(source_of(node), f"{path}.{name}", 0, len(weight)))
+    part = splice.call(node, name, splice.add(path, layer), (x,))
+    mark(part, title=path, part=(source_of(node), path, 0, len(weight)))
     return part
 
 

@@ -31,7 +31,7 @@ from zipfx.repair.exposed.products import (
     unflattened,
     untransposed,
 )
-from zipfx.repair.exposed.recurrent import is_recurrent, unroll
+from zipfx.repair.exposed.recurrent import CALLS, is_recurrent, unroll, unroll_call
 from zipfx.repair.exposed.splice import (
     Splice,
     erase_unread,
@@ -84,6 +84,7 @@ def unfold(
     splice = Splice(module, to_write)
     calls = [n for n in module.graph.nodes if n.op == "call_module"]
     asked = any(is_recurrent(module.get_submodule(str(n.target))) for n in calls)
+    asked |= any(n.target in CALLS for n in module.graph.nodes)
     asked |= to_write and any(n.target in PRODUCTS for n in module.graph.nodes)
     sizes = {n.name: size for n, size in shapes(module, inputs).items()} if asked else {}
     inner = inner_layers(module, inputs)
@@ -94,6 +95,8 @@ def unfold(
                 _attention(splice, node, leaf)
             elif is_recurrent(leaf):
                 unroll(splice, node, leaf, sizes)
+        elif node.target in CALLS:
+            unroll_call(splice, node, sizes)
         elif node.target in (*_LINEAR, *_CONVOLUTIONS) and to_write:
             _function(splice, node)
         elif node.target in PRODUCTS and to_write:
