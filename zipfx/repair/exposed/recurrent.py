@@ -56,8 +56,10 @@ class Run(nn.Module):
 
 
 class Join(nn.Module):
-    """What several layers give: the outputs of the last, and the last states of all; flat: these are
-    no tuple of their own."""
+    """What several layers give: the outputs of the last, and the last states of all.
+
+    flat: the two of an LSTM are no tuple of their own.
+    """
 
     def __init__(self, *, flat: bool) -> None:
         super().__init__()
@@ -88,7 +90,8 @@ def unroll(splice: Splice, node: fx.Node, leaf: Any, shapes: Mapping[str, Sequen
 
 def unroll_call(splice: Splice, node: fx.Node, shapes: Mapping[str, Sequence[int]]) -> None:
     """The same of a call of one of aten's functions with the weights of such a layer."""
-    x, begin, given, biased, layers, _, _, both, batch_first = node.args
+    arguments: Any = node.args
+    x, begin, given, biased, layers, _, _, both, batch_first = arguments
     paths = [str(w.target) for w in given if isinstance(w, fx.Node) and w.op == "get_attr"]
     path = paths[0].rpartition(".")[0] if paths else ""
     kind, more = CALLS[node.target]
