@@ -14,7 +14,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.match import Matcher, needs_of, resolve
 from zipfx.model.callables import name_of_callable
 from zipfx.model.contents import check_models
-from zipfx.observe import PLACES, BatchToArgs, Calibration, Choose, calibration
+from zipfx.observe import PLACES, BatchToArgs, Calibration, Choose, MaskOf, calibration
 from zipfx.repair import REPAIRS, NoRepair, OwnRepair, Refit, Repair
 from zipfx.trace import Front, FrontName, front_of, unwrapped
 
@@ -58,6 +58,7 @@ class Job:
         progress: bool,
         seed: int,
         batch_to_args: BatchToArgs | None,
+        mask: MaskOf | None,
         tracer: fx.Tracer | None,
         front: str | Front,
         verify: bool,
@@ -88,7 +89,7 @@ class Job:
         seed = whole("seed", seed) % 2**64
         data = None
         if calib_loader is not None:
-            data = calibration(calib_loader, len(models), batch_to_args, max_samples, away)
+            data = calibration(calib_loader, len(models), batch_to_args, max_samples, away, mask)
         return cls(
             models, data, partial, merging, repairing, name, PLACES[places], example_inputs,
             tracer, front_of(front), home, away, verify, progress, seed,

@@ -17,6 +17,7 @@ from zipfx.modes import fixed_randomness, own_modes
 from zipfx.observe import (
     BatchToArgs,
     Example,
+    MaskOf,
     Seen,
     comparable,
     example_of,
@@ -43,6 +44,7 @@ def zip(
     progress: bool = True,
     seed: int = 0,
     batch_to_args: BatchToArgs | None = None,
+    mask: MaskOf | None = None,
     tracer: fx.Tracer | None = None,
     front: str | Front = "auto",
     verify: bool = True,
@@ -78,6 +80,8 @@ def zip(
         progress: show progress bars.
         seed: of everything random; the caller's generators are restored afterwards.
         batch_to_args: a function from a batch to the input, a tuple of arguments, or a dict.
+        mask: a function from a batch to which of its positions are samples, a tensor (B, T) of
+            booleans (None: all of them). Default: where there is an `attention_mask`, as that says.
         tracer: an `fx.Tracer` of your own, e.g. with more leaf modules; used as it is.
         front: what makes graphs of the models: "symbolic" (torch.fx, which keeps modules), "export"
             (torch.export; also a `zipfx.Export` with settings), "auto" (the second where the first
@@ -112,8 +116,8 @@ def zip(
     job = Job.of(
         models, calib_loader, partial=partial, matcher=matcher, repair=repair,
         example_inputs=example_inputs, max_samples=max_samples, device=device, progress=progress,
-        seed=seed, batch_to_args=batch_to_args, tracer=tracer, front=front, verify=verify,
-        places=places,
+        seed=seed, batch_to_args=batch_to_args, mask=mask, tracer=tracer, front=front,
+        verify=verify, places=places,
     )  # fmt: skip
     stages = Stages(job.device)
     with fixed_randomness(job.seed), torch.no_grad():

@@ -124,11 +124,50 @@ def test_a_merge_does_not_depend_on_how_far_sequences_are_filled_up(
     assert counts[0] == counts[1]
 
 
-def test_it_would_without_the_mask() -> None:
-    class Blind(Reader):
-        def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(input_ids, lengths)
+class Blind(Reader):
+    """Its mask has a name that tells nothing."""
 
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, lengths)
+
+
+@pytest.mark.parametrize("repair", ["none", "refit"])
+def test_a_function_tells_what_counts(repair: str) -> None:
+    models = [Blind(seed) for seed in (0, 1)]
+    states = []
+    for length in (6, 11):
+        data = [{"input_ids": b["input_ids"], "lengths": b["attention_mask"]}
+                for b in batches(length)]  # fmt: skip
+        merged = zipfx.zip(models, data, progress=False, repair=repair, max_samples=40,
+                           mask=lambda batch: batch["lengths"] == 1)  # fmt: skip
+        states.append(merged.state_dict())
+    assert max(error(states[0][key], states[1][key]) for key in states[0]) < 1e-9
+
+
+def test_a_function_stands_before_the_attention_mask() -> None:
+    models = [Reader(seed) for seed in (0, 1)]
+    found = [zipfx.zip(models, batches(11), progress=False, mask=mask).state_dict()
+             for mask in (None, lambda batch: None)]  # fmt: skip
+    assert max(error(found[0][key], found[1][key]) for key in found[0]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (7, "mask is a int: it must be a function of a batch"),
+        (lambda batch: batch["nothing"], "mask fails on a batch, a dict: .*nothing"),
+        (lambda batch: 3, r"mask gave int for a batch of 16 samples: .*\(samples, positions\)"),
+        (lambda batch: torch.ones(3, 6), r"mask gave \(3, 6\) for a batch of 16 samples"),
+        (lambda batch: torch.ones(16), r"mask gave \(16,\) for a batch of 16 samples"),
+        (lambda batch: batch["input_ids"], "values other than 0 and 1"),
+    ],
+)
+def test_what_is_no_mask_is_refused(mask: Any, message: str) -> None:
+    with pytest.raises(zipfx.ZipError, match=message):
+        zipfx.zip([Reader(0), Reader(1)], batches(6), progress=False, mask=mask)
+
+
+def test_it_would_without_the_mask() -> None:
     models = [Blind(seed) for seed in (0, 1)]
     states = []
     for length in (6, 11):
@@ -150,7 +189,7 @@ def test_where_positions_are_others_it_is_said() -> None:
 
     def noted(models: list[nn.Module], data: Any) -> list[str]:
         notes = zipfx.zip(models, data, progress=False).meta["zipfx"].notes
-        return [n for n in notes if n.startswith("positions that attention_mask leaves out")]
+        return [n for n in notes if n.startswith("positions that the mask leaves out")]
 
     assert len(noted([Classified(0), Classified(1)], batches(6))) == 1
     assert noted([Reader(0), Reader(1)], batches(6)) == []

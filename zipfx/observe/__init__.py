@@ -18,7 +18,7 @@ from zipfx.observe.examples import Example, example_arguments, example_batch, ex
 from zipfx.observe.joint_graph import observe
 from zipfx.observe.moments import Moments, pooled
 from zipfx.observe.observer import Seen
-from zipfx.observe.padding import mask_of, spread
+from zipfx.observe.padding import MaskOf, spread
 from zipfx.observe.similarity import SIMILARITIES, Similarity
 from zipfx.observe.statistics import Statistics
 
@@ -29,6 +29,7 @@ __all__ = [
     "Calibration",
     "Choose",
     "Example",
+    "MaskOf",
     "Moments",
     "Seen",
     "Similarity",
@@ -39,7 +40,6 @@ __all__ = [
     "example_batch",
     "example_of",
     "inside",
-    "mask_of",
     "observe",
     "observed",
     "pin_hidden",

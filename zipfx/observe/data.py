@@ -17,6 +17,7 @@ from zipfx.errors import ZipError, first_line
 from zipfx.model.calls.arguments import given, left_out
 from zipfx.model.tensors import batch_size, first_samples, map_tensors
 from zipfx.modes import as_caller
+from zipfx.observe.padding import MaskOf, mask_by, mask_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NO_BATCH = object()
@@ -32,6 +33,7 @@ class Calibration:
     max_samples: at most this many samples of each loader (None: all); no batch is asked for beyond.
     A batch whose tensors have no first dimension in common counts as one sample.
     dropped: entries of a batch that forward is not given.
+    mask: tells of a batch which positions count (None: its `attention_mask`).
     forward: what the batches are for; given: the names of its arguments that the first one has.
     """
 
@@ -42,13 +44,15 @@ class Calibration:
     dropped: frozenset[str] = frozenset()
     forward: Callable[..., Any] | None = None
     given: frozenset[str] = frozenset()
+    mask: MaskOf | None = None
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield (args, kwargs) on the device, cut so that max_samples is kept."""
-        return (arguments for _, arguments in self.by_source())
+        return (arguments for _, arguments, _ in self.by_source())
 
-    def by_source(self) -> Iterator[tuple[int, Arguments]]:
-        """The same batches, each with the number of the loader that it comes from; none is empty.
+    def by_source(self) -> Iterator[tuple[int, Arguments, Tensor | None]]:
+        """The same batches, each with the number of the loader that it comes from, and which of its
+        positions count (B, T); none is empty.
 
         Raises:
             ZipError: a batch that can not be read; a loader without a sample.
@@ -70,14 +74,21 @@ class Calibration:
                 if size == 0:
                     empty = True
                     continue
+                mask = self._mask(batch, arguments, size)
                 left = math.inf if self.max_samples is None else self.max_samples - seen[source]
                 if size is not None and size > left:
                     arguments = first_samples(arguments, int(left))
+                    mask = None if mask is None else mask[: int(left)]
                 seen[source] += min(size or 1, left)
                 if seen[source] == self.max_samples:
                     del turns[source]
-                yield source, map_tensors(self._move, arguments)
+                yield source, map_tensors(self._move, arguments), map_tensors(self._move, mask)
         self._check(seen, empty)
+
+    def _mask(self, batch: Any, arguments: Arguments, size: int | None) -> Tensor | None:
+        if self.mask is None:
+            return mask_of(arguments[1])
+        return mask_by(self.mask, batch, size)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """What forward is given of a batch: the same arguments of each, since they decide the way
@@ -167,6 +178,7 @@ def calibration(
     batch_to_args: BatchToArgs | None = None,
     max_samples: int | None = None,
     device: torch.device | None = None,
+    mask: MaskOf | None = None,
 ) -> Calibration:
     """Understand the `calib_loader` argument: one iterable of batches, or one for each model.
 
@@ -178,6 +190,11 @@ def calibration(
     if batch_to_args is not None and not callable(batch_to_args):
         raise ZipError(
             f"batch_to_args is a {type(batch_to_args).__name__}: it must be a function of a batch"
+        )
+    if mask is not None and not callable(mask):
+        raise ZipError(
+            f"mask is a {type(mask).__name__}: it must be a function of a batch, which tells what "
+            "counts in it"
         )
     if isinstance(data, _NO_LOADERS) or not isinstance(data, Iterable):
         raise ZipError(
@@ -212,7 +229,7 @@ def calibration(
         )
     once = {id(x): _Kept(x) for x in loaders if isinstance(x, Iterator)}
     kept = tuple(once.get(id(x), x) for x in loaders)
-    return Calibration(kept, batch_to_args, max_samples, device)
+    return Calibration(kept, batch_to_args, max_samples, device, mask=mask)
 
 
 def _is_loader(x: Any) -> bool:

@@ -23,7 +23,6 @@ from zipfx.modes import as_caller
 from zipfx.observe.choose_places import Choose, reads_and_source
 from zipfx.observe.data import Calibration
 from zipfx.observe.observer import Observer, Seen
-from zipfx.observe.padding import mask_of
 from zipfx.trace.nodes import describe
 
 
@@ -115,8 +114,8 @@ def observe(
     joint = joint_graph(modules, observers, clone_inputs)
     batches = 0
     with torch.no_grad():
-        for args, kwargs in tqdm(data, desc="zipfx: observe", disable=not progress, leave=False):
-            mask = mask_of(kwargs)
+        batched = tqdm(data.by_source(), desc="zipfx: observe", disable=not progress, leave=False)
+        for _, (args, kwargs), mask in batched:
             for observer in (o for group in of_space.values() for o in group):
                 observer.mask = mask
             _run(joint, args, kwargs)

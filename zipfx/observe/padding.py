@@ -1,17 +1,22 @@
 """Padding: which positions of a batch are samples, and which only fill it up.
 
-Sequences of a batch are filled up to one length, and `attention_mask` says where. What a network
+Sequences of a batch are filled up to one length, and `attention_mask` says where, or a function of
+the caller's. What a network
 computes there is read by nobody, so it is no sample: neither of the statistics, nor of a repair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from zipfx.errors import ZipError, first_line
+from zipfx.modes import as_caller
+
 MASK = "attention_mask"
+MaskOf = Callable[[Any], Tensor | None]
 
 
 def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -35,6 +40,40 @@ def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
     if any(t.ndim > 1 and t.shape[1] == mask.shape[1] for t in decoder):
         return None
     return mask == 1
+
+
+def mask_by(function: MaskOf, batch: Any, samples: int | None) -> Tensor | None:
+    """(B, T) bool, as a function of the caller's says; None: all positions are samples.
+
+    Args:
+        function: from a batch, as the loader gave it, to such a tensor of 0 and 1, or None.
+        samples: B.
+
+    Raises:
+        ZipError: the function fails, or gives something else.
+
+    >>> import torch
+    >>> mask_by(lambda batch: batch["tokens"] != 0, {"tokens": torch.tensor([[5, 7, 0]])}, 1)
+    tensor([[ True,  True, False]])
+    """
+    try:
+        with as_caller():
+            mask = function(batch)
+    except Exception as error:
+        raise ZipError(
+            f"mask fails on a batch, a {type(batch).__name__}: {first_line(error)}"
+        ) from error
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != samples:
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ZipError(
+            f"mask gave {found} for a batch of {samples} samples: it must give a tensor "
+            "(samples, positions) of booleans, or None where all positions count"
+        )
+    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
+        raise ZipError("mask gave values other than 0 and 1: which positions count is not known")
+    return None if bool((mask == 1).all()) else mask == 1
 
 
 def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -> Tensor | None:

@@ -17,7 +17,7 @@ from zipfx.model.memory import storage_key
 from zipfx.model.running import State
 from zipfx.model.tensors import batch_size, clone_tensors, leaves
 from zipfx.modes import as_caller
-from zipfx.observe import Calibration, mask_of
+from zipfx.observe import Calibration
 
 
 class Line:
@@ -162,9 +162,8 @@ def gathered(forward: Callable[..., Any], data: Calibration) -> list[Batch]:
     """
     batches: list[Batch] = []
     known: dict[int, list[bytes]] = {}
-    for source, (args, kwargs) in data.by_source():
+    for source, (args, kwargs), mask in data.by_source():
         inputs = clone_tensors(positional(forward, args, kwargs))
-        mask = mask_of(kwargs)
         found = digests(inputs, batch_size((args, kwargs)), mask)
         batches.append(Batch(source, inputs, len(found), mask))
         known.setdefault(source, []).extend(found)

@@ -93,7 +93,7 @@ def few(spaces: Sequence[Space], samples: Mapping[str, int]) -> list[str]:
 def filled_up(unplaced: Sequence[str]) -> list[str]:
     """Spaces in which what only fills batches up was observed like all else."""
     return [
-        "positions that attention_mask leaves out count as samples, as it can not be told which "
+        "positions that the mask leaves out count as samples, as it can not be told which "
         "they are (give batches with more or fewer sequences than positions): "
         f"{summary(unplaced, 200)}"
     ] * bool(unplaced)
