@@ -32,6 +32,7 @@ from tests.helpers.fused import (
 from tests.helpers.laws import EXACT, error, heads_error, merge, run, running_modules
 from zipfx.analysis.analysis import run_analysis
 from zipfx.analysis.labels.inside import OwnedTensors, Probe
+from zipfx.observe.data import calibration
 from zipfx.observe.joint_graph import observe
 from zipfx.trace.tracing import trace
 
@@ -145,7 +146,8 @@ def observed(model: nn.Module, space: str, data: Sequence[Any], places: int) -> 
     module = trace(model)
     spaces = run_analysis(module, (data[0][0][0][:2],)).spaces
     wanted = [replace_places(spaces[space], places)]
-    seen = observe([module], wanted, data, choose=lambda s: s.places)
+    batches = calibration([args for args, _ in data], 2)  # one list of batches
+    seen = observe([module], wanted, batches, choose=lambda s: s.places)
     return [o.statistics().covariance for o in seen.observers(space)]
 
 
