@@ -434,6 +434,26 @@ class Both(nn.Module):
 
 
 @torch.no_grad()
+def test_a_repeated_layer_has_no_norm_folded_in() -> None:
+    """Its norms, one for each level, are layers by themselves."""
+
+    class Normed(Levels):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            x = torch.relu(self.a(x))
+            pairs = zip(self.norms, (x, torch.relu(self.b(x))), strict=True)
+            return tuple(self.out(torch.relu(norm(self.h(t)))) for norm, t in pairs)
+
+    models = [Normed().double().eval() for _ in range(2)]
+    data = [(torch.randn(8, 3, 8, 8).double(),) for _ in range(4)]
+    report = merge(models, data, repair="refit").meta["zipfx"]
+    assert [r.name for r in report.refits] == ["a", "b", "h", "norms.0", "norms.1", "out"]
+
+
+@torch.no_grad()
 def test_all_levels_make_one_system_of_equations() -> None:
     """The least squares optimum of both levels together."""
     models, (x,) = [Both().double() for _ in range(2)], (torch.randn(200, 5).double(),)

@@ -271,7 +271,7 @@ class _Fit:
     def _samples(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         """Inputs (G, S, n), targets (G, S, o), what is added to these (G, S, o), some at a time,
         and whether they are held out."""
-        if not self.step.others:
+        if not self.step.apart:
             yield from self._samples_at(self.step, batch)
             self.room.settle(batch)
             return

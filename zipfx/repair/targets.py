@@ -22,6 +22,7 @@ from zipfx.repair.exposed.splice import title
 from zipfx.repair.features import Wanted, made_at, made_by_rows, merged_features, own_features
 from zipfx.repair.layers.kinds import layer_of
 from zipfx.repair.layers.layer import Layer
+from zipfx.repair.order import in_order
 from zipfx.repair.view import GraphView
 
 
@@ -35,7 +36,8 @@ class RefitStep:
     the outputs are added to first; flat: below and above which outputs are as good as these bounds;
     matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
     asked: (J,) of (G, o) bool, whether the source has a target for an output; others: the same
-    where the layer is applied again, to what does not depend on this.
+    where the layer is applied again, to what does not depend on this; apart: whether layers lie in
+    the way that are fitted later (see `order`).
     """
 
     node: fx.Node
@@ -48,6 +50,7 @@ class RefitStep:
     matrices: tuple[Mapping[int, Tensor], ...]
     asked: tuple[Tensor, ...]
     others: tuple[RefitStep, ...] = ()
+    apart: bool = False
 
 
 def plan_targets(
@@ -109,14 +112,16 @@ class _RefitPlanner:
             if node in folded:
                 continue
             repeats = self.view.repeats(node)
-            norm = self.view.norm_after(node)
+            norm = self.view.norm_after(node) if len(repeats) == 1 else None
             step = self._step(node, norm) if len(repeats) == 1 else self._repeated(repeats)
             if step is None:
                 left[title(node)] = None
             else:
                 steps.append(step)
                 folded |= {*repeats} if norm is None else {norm}
-        return steps, list(left)
+        groups = [[step.node, *(other.node for other in step.others)] for step in steps]
+        ordered = in_order(groups, self.view.at)
+        return [replace(steps[i], apart=apart) for i, apart in ordered], list(left)
 
     def _repeated(self, nodes: Sequence[fx.Node]) -> RefitStep | None:
         """A layer that several nodes apply, all of which ask for the same features."""
@@ -140,7 +145,7 @@ class _RefitPlanner:
             return None
         end = norm or node
         target, skip = view.sum_after(end)
-        if view.between(end, target):
+        if uses > 1 or view.between(end, target):  # the older part may come of the layer itself
             target, skip = end, None
         name = origin_of(target).source
         assert name is not None
