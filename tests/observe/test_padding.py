@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zipfx
 from tests.helpers.laws import error
-from zipfx.observe.padding import mask_of, spread
+from zipfx.observe.padding import by_position, mask_of, spread
 
 M = torch.tensor([[1, 1, 0], [1, 0, 0]])
 
@@ -122,6 +122,52 @@ def test_a_merge_does_not_depend_on_how_far_sequences_are_filled_up(
     assert max(error(one[key], two[key]) for key in one) < 1e-9
     counts = [dict(m.meta["zipfx"].batches) for m in found]
     assert counts[0] == counts[1]
+
+
+class Attends(Reader):
+    """With torch's attention, which has its rows by position inside."""
+
+    def __init__(self, seed: int, transposed: bool = False) -> None:
+        super().__init__(seed)
+        torch.manual_seed(seed)
+        self.e = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=not transposed)
+        self.transposed = transposed
+        self.double().eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        y = self.table(input_ids)
+        y = y.transpose(0, 1) if self.transposed else y
+        y = self.e(y, src_key_padding_mask=attention_mask == 0)
+        y = y.transpose(0, 1) if self.transposed else y
+        weight = attention_mask[..., None].double()
+        z: Tensor = self.h((y * weight).sum(1) / weight.sum(1))
+        return z
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("repair", ["none", "refit"])
+@pytest.mark.parametrize("matcher", ["zip", "permute"])
+def test_rows_inside_of_attention_are_told_apart(
+    matcher: str, repair: str, transposed: bool
+) -> None:
+    models = [Attends(seed, transposed) for seed in (0, 1)]
+    states = [
+        zipfx.zip(models, batches(length), matcher=matcher, repair=repair, progress=False)
+        for length in (6, 11)
+    ]
+    one, two = (list(m.state_dict().values()) for m in states)
+    assert max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True)) < 1e-9
+
+
+def test_rows_in_no_known_order_are_none() -> None:
+    whole = torch.randn(6, 3)
+    assert by_position(whole, whole[[0, 5]], 3, 1) is None
+    assert by_position(whole, whole[:3], 3, 1) is None
+    assert spread(M == 1, (6, 8), (1,), turned=None) is None
+    turned = spread(M == 1, (6, 8), (1,), turned=True)
+    assert turned is not None
+    assert turned.flatten().tolist() == (M == 1).T.flatten().tolist()
 
 
 class Blind(Reader):

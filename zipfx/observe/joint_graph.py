@@ -7,6 +7,7 @@ computed it, so that an activation dies as early as in its own model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import getitem
 
 import torch
@@ -18,11 +19,12 @@ from zipfx.errors import ZipError, first_line
 from zipfx.model.copies import alias
 from zipfx.model.graph_module import NAMED, GraphModule
 from zipfx.model.running import State
-from zipfx.model.tensors import clone_tensors
+from zipfx.model.tensors import clone_tensors, first_samples
 from zipfx.modes import as_caller
 from zipfx.observe.choose_places import Choose, reads_and_source
-from zipfx.observe.data import Calibration
+from zipfx.observe.data import Arguments, Calibration
 from zipfx.observe.observer import Observer, Seen
+from zipfx.observe.padding import by_position
 from zipfx.trace.nodes import describe
 
 
@@ -115,8 +117,13 @@ def observe(
     batches = 0
     with torch.no_grad():
         batched = tqdm(data.by_source(), desc="zipfx: observe", disable=not progress, leave=False)
+        tried = False
         for _, (args, kwargs), mask in batched:
-            for observer in (o for group in of_space.values() for o in group):
+            every = [o for group in of_space.values() for o in group]
+            if mask is not None and len(mask) > 1 and not tried:
+                _find_order(joint, every, (args, kwargs), mask, states)
+                tried = True
+            for observer in every:
                 observer.mask = mask
             _run(joint, args, kwargs)
             for state in states:
@@ -136,6 +143,35 @@ def observe(
         if not any(bool(o.moments.variance().any()) for o in reached.get(name, ())):
             reached.pop(name, None)  # nothing varies there
     return Seen(reached, batches)
+
+
+def _find_order(
+    joint: fx.GraphModule,
+    observers: Sequence[Observer],
+    arguments: Arguments,
+    mask: Tensor,
+    states: Sequence[State],
+) -> None:
+    """Find out in which order places have the rows of a batch that were flattened: it is run, and
+    some of its sequences alone."""
+    rows, length = mask.shape
+    some = (rows + 1) // 2
+    sizes = rows * length, some * length
+    for observer in observers:
+        observer.tried = dict.fromkeys(sizes)
+    try:
+        for given in (arguments, first_samples(arguments, some)):
+            with suppress(ZipError):  # it may take no other number of sequences
+                _run(joint, *clone_tensors(given))
+            for state in states:
+                state.reset()
+        for observer in observers:
+            whole, part = (observer.tried or {}).values()
+            if whole is not None:
+                observer.turned = None if part is None else by_position(whole, part, rows, some)
+    finally:
+        for observer in observers:
+            observer.tried = None
 
 
 def _run(joint: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zipfx.errors import ZipError, first_line
+from zipfx.model.tensors import close
 from zipfx.modes import as_caller
 
 MASK = "attention_mask"
@@ -76,11 +77,37 @@ def mask_by(function: MaskOf, batch: Any, samples: int | None) -> Tensor | None:
     return None if bool((mask == 1).all()) else mask == 1
 
 
-def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -> Tensor | None:
+def by_position(whole: Tensor, part: Tensor, rows: int, some: int) -> bool | None:
+    """Whether what a batch gives, flattened to rows, has the same position of all sequences side by
+    side, as torch's attention has it, and not a sequence; None: neither.
+
+    Args:
+        whole: (rows * T, n), of `rows` sequences; part: (some * T, n), of the first of them.
+
+    >>> import torch
+    >>> values = torch.arange(6.0).reshape(3, 2, 1)  # of three sequences, at two positions
+    >>> by_position(values.flatten(0, 1), values[:1].flatten(0, 1), 3, 1)
+    False
+    >>> turned = values.transpose(0, 1)
+    >>> by_position(turned.flatten(0, 1), turned[:, :1].flatten(0, 1), 3, 1)
+    True
+    """
+    if whole.ndim != 2 or len(whole) * some != len(part) * rows:
+        return None
+    if close(whole[: len(part)], part):
+        return False
+    turned = whole.unflatten(0, (-1, rows))[:, :some].flatten(0, 1)
+    return True if close(turned, part) else None
+
+
+def spread(
+    mask: Tensor, shape: Sequence[int], features: Collection[int] = (), turned: bool | None = False
+) -> Tensor | None:
     """The mask along the dimensions of a value, 1 along all others; None: its positions are not
     those of the mask, or there are as many of them as samples.
 
-    shape: of the value; features: dimensions along which no positions lie.
+    shape: of the value; features: dimensions along which no positions lie; turned: of rows that
+    were flattened, whether they are `by_position` (None: it is not known).
 
     >>> import torch
     >>> mask = torch.tensor([[True, False, True]])
@@ -106,5 +133,5 @@ def spread(mask: Tensor, shape: Sequence[int], features: Collection[int] = ()) -
         return mask.T.reshape(sizes)
     if shape[0] == rows * length and length > 1:
         sizes[0] = rows * length
-        return mask.reshape(sizes)
+        return None if turned is None else (mask.T if turned else mask).reshape(sizes)
     return None
