@@ -264,7 +264,7 @@ def of_digits(seed: int, steps: tuple[int, int] = (30, 200)) -> Subject:
 
 
 def cifar(
-    seed: int, steps: int = 300, samples: int = 500, test: int = 4000, peak: float = 0.02
+    seed: int, steps: int = 150, samples: int = 500, test: int = 2000, peak: float = 0.03
 ) -> Subject:
     """See above; seed: also which checkpoint (a, b, d); samples: images of each task."""
     torch.manual_seed(seed)
@@ -298,14 +298,14 @@ def cifar(
         base,
         (a, b),
         (halves[0][:samples], halves[1][:samples]),
-        (halves[0][samples:], halves[1][samples:]),
+        (halves[0][samples : 2 * samples], halves[1][samples : 2 * samples]),
         _halves(of("test", tested)),
         Percent(),
     )
 
 
 SUBJECTS: dict[str, Callable[[int], Subject]] = {
-    "characters": characters,
     "digits": of_digits,
+    "characters": characters,
     "cifar": cifar,
 }
