@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import evaluate, fine_tunes, rivals, tuned
+import zipfx
+from benchmarks import evaluate, fine_tunes, nearer, rivals, tuned
 from benchmarks.tuned import Samples
 
 
@@ -117,3 +118,39 @@ def test_norms_are_measured_again() -> None:
     assert subject.has_norms
     run = fine_tunes.Run(subject, {})
     assert near(run.measured(model), evaluate.reset_batch_norm(model, run.mixed))
+
+
+def test_a_head_by_likelihood_is_nearer_to_what_the_models_hold_likely() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    tunes = [copy.deepcopy(base), copy.deepcopy(base)]
+    for tune in tunes:
+        for p in tune.parameters():
+            p.data += 0.3 * torch.randn_like(p)
+    tasks = [torch.randn(100, 4) + shift for shift in (-1, 1)]
+
+    def apart(model: nn.Module) -> float:
+        pairs = zip(tunes, tasks, strict=True)
+        gaps = [(t(x).softmax(1) * (t(x).softmax(1) / model(x).softmax(1)).log()) for t, x in pairs]
+        return sum(float(gap.detach().sum()) for gap in gaps)
+
+    merged = rivals.averaged(tunes)
+    before = copy.deepcopy(merged.state_dict())
+    found = nearer.by_likelihood(merged, tunes, tasks)
+    assert apart(found) < apart(merged)
+    assert all(torch.equal(before[n], t) for n, t in merged.state_dict().items())
+    same = [n for n, t in found.state_dict().items() if torch.equal(before[n], t)]
+    assert same == ["0.weight", "0.bias"]
+
+
+def test_a_refit_towards_the_base_begins_there() -> None:
+    base, a, b = net(), net(), net()
+    for model in (base, a, b):
+        for name in ("1.weight", "1.bias"):
+            nn.init.normal_(model.get_parameter(name))
+    x = torch.randn(1, 2, 4, 4)  # of one image nothing is refitted
+    merged = zipfx.zip(
+        [a, b], [[(x,)], [(x,)]], matcher="identity", repair=nearer.towards(base), progress=False
+    )
+    for name, t in base.named_parameters():
+        assert torch.equal(merged.get_parameter(name), t) == (name[0] != "1"), name
