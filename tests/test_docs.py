@@ -70,6 +70,14 @@ def test_the_examples_for_contributors_run() -> None:
         exec(block, names)
 
 
+def test_the_page_of_fine_tunes_runs() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "fine-tunes.md", "python"):
+        exec(block, names)
+    average, merged = (names["missed"](names[model]) for model in ("average", "merged"))
+    assert all(ours < theirs / 2 for ours, theirs in zip(merged, average, strict=True))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
