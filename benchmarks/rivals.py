@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from zipfx.repair.layers import Convolution, LinearLayer
+from zipfx.repair.layers.convolution import Convolution
+from zipfx.repair.layers.linear import LinearLayer
 
 State = dict[str, Tensor]
 
