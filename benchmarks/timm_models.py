@@ -8,23 +8,26 @@ A family is what a file of timm has under one leading word (`choose`): of each t
 fewest parameters, then of the smallest families the next one, until there are 200; timm's own
 models for tests are left out. Nothing is pretrained, and everything random that is constant at
 first, as in `architectures`; float64, two images of the smallest size that the model takes. What
-has more than 60 million parameters is made with fewer layers, or narrower, where timm has a setting
-for it (`REDUCED`). Of each: the front that traced it; the spaces that `zipfx.analyze` finds by
-labels alone, without its numeric check; the axes left fixed that are not at the ends of the
-network, and why; the relative error after every space is permuted at random (law 1); the parameters
-of a full zip of the model and that copy, by matcher="permute" and with repair="none", relative to
-one (law 2); on new images the relative error of that zip (law 3), and of the worse head of a
-partial zip that is cut in the middle of the network; process seconds of everything.
+has more than 6 million parameters has two layers in each stage, or is narrower, where timm has a
+setting for it, so that the sweep takes about an hour of a core. Of each: the front that traced it;
+the spaces that `zipfx.analyze` finds by labels alone, without its numeric check; the axes left
+fixed that are not at the ends of the network, and why; the relative error after every space is
+permuted at random (law 1); the parameters of a full zip of the model and that copy, by
+matcher="permute" and with repair="none", relative to one (law 2); on new images the relative error
+of that zip (law 3), and of the worse head of a partial zip that is cut in the middle of the
+network; process seconds of everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
 import multiprocessing
 import re
+import resource
 import time
 import warnings
 from collections import Counter
@@ -81,26 +84,16 @@ beit_base_patch16_224 beitv2_base_patch16_224 beit3_base_patch16_224 qwen3_vit_8
 seresnextaa101d_32x8d senet154 vgg11 gemma4_vit_167m eva_large_patch14_196 aimv2_large_patch14_224
 deepseek_vit_412m
 """.split()  # what `--choose` prints, with timm 1.0.31
-_TWO, _ONES = {"depth": 2}, {"layers": (1, 1, 1, 1)}
-REDUCED: dict[str, Mapping[str, Any]] = {
-    "samvit_base_patch16_224": _TWO,
-    "naflexvit_base_patch16_parfac_gap": _TWO,
-    "beit_base_patch16_224": _TWO,
-    "beitv2_base_patch16_224": _TWO,
-    "beit3_base_patch16_224": _TWO,
-    "qwen3_vit_88m": _TWO,
-    "gemma4_vit_167m": _TWO,
-    "eva_large_patch14_196": _TWO,
-    "aimv2_large_patch14_224": _TWO,
-    "deepseek_vit_412m": _TWO,
-    "wide_resnet50_2": _ONES,
-    "seresnextaa101d_32x8d": _ONES,
-    "senet154": _ONES,
-    "dm_nfnet_f0": {"depths": (1, 1, 1, 1)},
+LARGE = 6e6  # parameters; from there on with fewer layers
+FEWER: tuple[dict[str, Any], ...] = (  # two in each stage, as timm spells it
+    {"depth": 2}, {"depths": (2, 2, 2, 2)}, {"layers": (2, 2, 2, 2)},
+)  # fmt: skip
+NARROWER: dict[str, dict[str, Any]] = {
     "nasnetalarge": {"stem_size": 32, "num_features": 1056},
     "vgg11": {"mlp_ratio": 0.1},
 }
-BATCHES, SAMPLES = 2, 16  # to match with
+SAMPLES = 16  # images to match with
+MEMORY = 4  # GiB that a model may take
 COARSE = 1e-5  # exact to rounding, where a model computes in float32 in between
 _COORDINATES = re.compile(r": it meets fixed coordinates \(.*?\)")  # what "unlike any other" means
 
@@ -116,6 +109,24 @@ def family(module: str, name: str) -> tuple[str, str]:
     return module, word.group() if word else name
 
 
+def size(name: str, settings: Mapping[str, Any]) -> int:
+    """The number of parameters, without making any."""
+    import timm
+
+    with torch.device("meta"):
+        return evaluate.parameters([timm.create_model(name, pretrained=False, **settings)])
+
+
+def smaller(name: str) -> dict[str, Any]:
+    """Settings by which a large model has fewer parameters, if timm takes any of those known."""
+    full = size(name, {})
+    for settings in (NARROWER.get(name, {}), *FEWER) if full > LARGE else ():
+        with contextlib.suppress(Exception):  # settings are refused in many ways
+            if size(name, settings) < full:
+                return settings
+    return {}
+
+
 def choose(count: int = 200) -> list[str]:
     """The smallest member of each family, then the next ones of the smallest; by size."""
     import timm
@@ -123,9 +134,7 @@ def choose(count: int = 200) -> list[str]:
     members: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for module in timm.list_modules():
         for name in timm.list_models(module=module, exclude_filters="test_*"):
-            with torch.device("meta"):
-                size = evaluate.parameters([timm.create_model(name, pretrained=False)])
-            members.setdefault(family(module, name), []).append((size, name))
+            members.setdefault(family(module, name), []).append((size(name, {}), name))
     ranked = [sorted(of) for of in members.values()]
     rounds = [sorted(of[k] for of in ranked if k < len(of)) for k in range(2)]
     return [name for _, name in sorted((rounds[0] + rounds[1])[:count])]
@@ -222,7 +231,7 @@ def middle(merged: torch.fx.GraphModule) -> str:
 
 def fill(row: Row) -> None:
     """The laws of a model, one after another, into its row."""
-    settings = REDUCED.get(row.model, {})
+    settings = smaller(row.model)
     row.settings = ", ".join(f"{key}={value}" for key, value in settings.items())
     model, x = smallest(row.model, "timm", settings)
     row.pixels, row.parameters = x.shape[-1], evaluate.parameters([model])
@@ -234,7 +243,7 @@ def fill(row: Row) -> None:
     row.features, row.pinned = sum(s.size for s in spaces), pinned(spaces)
     row.law_1 = law_1(model, spaces, x)
     twin = spaces.permuted(model, spaces.random_permutations(1))
-    data = list(images(row.model, BATCHES * SAMPLES, row.pixels).split(SAMPLES))
+    data = [images(row.model, SAMPLES, row.pixels)]
     new = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x)
     expected = run(model, new)
 
@@ -270,6 +279,7 @@ def apart(name: str, timeout: float) -> Row:
     """The row of a model, measured in a process of its own, which starts with torch loaded."""
 
     def work(there: Connection) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY << 30, MEMORY << 30))
         there.send(dataclasses.asdict(measure(Row(name))))
 
     context = multiprocessing.get_context("fork")
