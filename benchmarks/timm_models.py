@@ -92,10 +92,14 @@ FEWER: tuple[dict[str, Any], ...] = (  # two in each stage, as timm spells it
 NARROWER: dict[str, dict[str, Any]] = {
     "nasnetalarge": {"stem_size": 32, "num_features": 1056},
     "vgg11": {"mlp_ratio": 0.1},
-    "sam2_hiera_tiny": {"stages": (1, 1, 2, 1)},
-    "hieradet_small": {"stages": (1, 1, 2, 1)},
-    "hiera_tiny_224": {"stages": (1, 1, 2, 1)},
-    "davit_tiny": {"depths": (1, 1, 1, 1)},
+    "sam2_hiera_tiny": {"embed_dim": 48, "stages": (1, 1, 2, 1)},
+    "hieradet_small": {"embed_dim": 48, "stages": (1, 1, 2, 1)},
+    "hiera_tiny_224": {"embed_dim": 48, "stages": (1, 1, 2, 1)},
+    "davit_tiny": {"embed_dims": (48, 96, 192, 384), "depths": (1, 1, 1, 1)},
+    "swin_tiny_patch4_window7_224": {"embed_dim": 48, "depths": (2, 2, 2, 2)},
+    "swinv2_cr_tiny_224": {"embed_dim": 48, "depths": (2, 2, 2, 2)},
+    "swinv2_tiny_window16_256": {"embed_dim": 48, "depths": (2, 2, 2, 2)},
+    "rdnet_tiny": {"growth_rates": (32, 52, 64, 64, 64, 64, 112)},
 }
 SAMPLES = 16  # images to match with
 MEMORY = 6  # GiB of addresses that a model may take
@@ -313,10 +317,11 @@ def report(rows: Sequence[Row]) -> str:
     fronts = Counter(row.front for row in rows)
     holding = sum(row.holds for row in rows)
     parts = [
-        "# 200 models of timm",
+        "# Models of timm, of all of its families",
         evaluate.environment("benchmarks.timm_models", ["timm"]),
         f"Laws 1 to 3 hold for {holding} of {len(rows)} models ({holding / len(rows):.1%}). "
-        + "Fronts: " + ", ".join(f"{front} {n}" for front, n in fronts.most_common()) + ".",
+        + "Fronts: " + ", ".join(f"{front} {n}" for front, n in fronts.most_common()) + ". "
+        "Other work shared the cores.",
         " ".join((__doc__ or "").split("\n\n", 2)[2].split())
         + f" Laws 1 and 3 hold below {EXACT:.0e}, or below {COARSE:.0e} where a model takes "
         "numbers to float32 in between; law 2 where no parameter is kept twice.",
@@ -327,15 +332,15 @@ def report(rows: Sequence[Row]) -> str:
     parts += ["## All", evaluate.table(HEADER, [row.cells() for row in rows])]
     unmeasured = [name for name in NAMES if name not in {row.model for row in rows}]
     if unmeasured:
-        parts += [f"Not measured: {', '.join(unmeasured)}."]
+        text = f"Not measured yet, {len(unmeasured)} of {len(NAMES)}: {', '.join(unmeasured)}."
+        parts += [text]
     return "\n\n".join(parts)
 
 
 def _why(row: Row) -> tuple[str, str]:
-    if row.failures:
-        return row.model, "; ".join(f"{at}: {one_line(why)}" for at, why in row.failures.items())
-    cells = row.cells()
-    return row.model, f"law 1 {cells[7]}, law 2 {cells[8]}, law 3 {cells[9]}, heads {cells[10]}"
+    cells = dict(zip(HEADER, row.cells(), strict=True))
+    laws = [f"{law} {cells[law]}" for law in ("law 1", "law 2", "law 3", "law 3, heads")]
+    return row.model, "; ".join([*laws, *map(one_line, row.failures.values())])
 
 
 def main() -> None:
@@ -348,6 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=Path, help="file for rows as JSON lines; models in it are not measured again"
     )
+    parser.add_argument("--stored", action="store_true", help="only those that are in --rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
@@ -359,14 +365,15 @@ def main() -> None:
     import timm  # once, before the processes  # noqa: F401
 
     for name in options.only:
-        if name in known:
+        if name in known or options.stored:
             continue
         row = known[name] = apart(name, options.timeout)
         print(*row.cells(), *row.failures.values(), "" if row.holds else "<- not", flush=True)
         if options.rows:
             with options.rows.open("a") as file:
                 print(json.dumps(dataclasses.asdict(row)), file=file)
-    evaluate.publish(report([known[name] for name in options.only]), options.out)
+    found = [known[name] for name in options.only if name in known]
+    evaluate.publish(report(found), options.out)
 
 
 if __name__ == "__main__":
