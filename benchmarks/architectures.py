@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,30 +71,34 @@ def names(source: str) -> list[str]:
     return list_models(module=torchvision.models)
 
 
-def _create(name: str, source: str, pixels: int | None) -> nn.Module:
+def _create(
+    name: str, source: str, pixels: int | None, settings: Mapping[str, Any] | None = None
+) -> nn.Module:
+    options = dict(settings or {})
     if source == "timm":
         import timm
 
         if pixels is not None:
             try:
-                sized: nn.Module = timm.create_model(name, pretrained=False, img_size=pixels)
+                sized: nn.Module = timm.create_model(
+                    name, pretrained=False, img_size=pixels, **options
+                )
                 return sized
             except TypeError:  # has no fixed size
                 pass
-        free: nn.Module = timm.create_model(name, pretrained=False)
+        free: nn.Module = timm.create_model(name, pretrained=False, **options)
         return free
-    options: dict[str, Any] = {}
     if source == "segmentation":
         base = name.removesuffix(AUXILIARY)
-        options = {"weights_backbone": None}
+        options["weights_backbone"] = None
         if not base.startswith("lraspp"):
             options["aux_loss"] = base != name
         name = base
     elif name in ("googlenet", "inception_v3"):
-        options = {"aux_logits": False, "init_weights": False}
+        options |= {"aux_logits": False, "init_weights": False}
     elif name.startswith("vit_") and pixels is not None:
         patch = int(name.rpartition("_")[2])
-        options = {"image_size": pixels - pixels % patch}
+        options["image_size"] = pixels - pixels % patch
     model: nn.Module = get_model(name, weights=None, **options)
     return model
 
@@ -104,13 +108,15 @@ def build(
     dtype: torch.dtype = torch.float64,
     source: str = "torchvision",
     pixels: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A model in eval mode, with everything random that is constant after initialisation.
 
-    pixels: the size of its images, where its constructor wants to know.
+    pixels: the size of its images, where its constructor wants to know; settings: what else it is
+    to be told.
     """
     torch.manual_seed(0)
-    model = _create(name, source, pixels).to(dtype).eval()
+    model = _create(name, source, pixels, settings).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, t in model.named_parameters():
@@ -145,14 +151,17 @@ def images(name: str, count: int, size: int = 64, dtype: torch.dtype = torch.flo
     return torch.randn(count, 3, pixels, pixels, generator=generator).to(dtype)
 
 
-def smallest(name: str, source: str) -> tuple[nn.Module, Tensor]:
+def smallest(
+    name: str, source: str, settings: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, Tensor]:
     """The model for the smallest images that it takes, and two of them."""
     problem: Exception | None = None
     for size in SIZES:
         try:
-            tried, x = build(name, source=source, pixels=size), images(name, 2, size)
+            x, options = images(name, 2, size), {"pixels": size, "settings": settings}
+            tried = build(name, source=source, **options)
             settle(tried, x)
-            model = build(name, source=source, pixels=size)  # without caches of that run
+            model = build(name, source=source, **options)  # without caches of that run
             model.load_state_dict(tried.state_dict())
             return model, x
         except Exception as error:  # sizes are refused in many ways
@@ -460,7 +469,7 @@ def _unlike_table(rows: Sequence[Row]) -> str:
     return evaluate.table(("model", "axes", "which"), found)
 
 
-def _one_line(text: str, most: int = 300) -> str:
+def one_line(text: str, most: int = 300) -> str:
     """A message for a cell of a table: without line breaks and paths of this machine."""
     text = re.sub(r"/\S*?/site-packages/", "", text).split(". Move the line")[0]
     text = " ".join(text.split()).replace("|", "\\|")
@@ -491,7 +500,7 @@ def report(rows: Sequence[Row]) -> str:
         parts += ["## What is unlike any other, besides one axis of input channels"]
         parts += [_unlike_table(rows)]
     failures = [
-        (row.model, stage, _one_line(why)) for row in rows for stage, why in row.failures.items()
+        (row.model, stage, one_line(why)) for row in rows for stage, why in row.failures.items()
     ]
     if failures:
         parts += ["## What fails", evaluate.table(("model", "stage", "reason"), failures)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import pickle
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from benchmarks import (
     repairs,
     several,
     tables,
+    timm_models,
     zoo,
 )
 from benchmarks.harness import Bench, Method, Sizes
@@ -368,6 +371,43 @@ def test_architectures_go_on_where_they_were_stopped(
         [line for line in text.splitlines() if "|" in line] for text in (first, out.read_text())
     ]
     assert table[0] == table[1]
+
+
+@pytest.mark.slow
+def test_models_of_timm_go_on_where_they_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("timm")
+    rows, out = tmp_path / "rows.json", tmp_path / "table.md"
+    options = ["timm_models", "--rows", str(rows), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*options, "--only", "lcnet_035", "no_such_model"])
+    timm_models.main()
+    text = out.read_text()
+    assert "Laws 1 to 3 hold for 1 of 2 models" in text
+    assert "| no_such_model | laws: RuntimeError: Unknown model (no_such_model) |" in text
+    assert "| lcnet_035 | symbolic | 64 |" in text
+    monkeypatch.setattr(timm_models, "apart", lambda *_: pytest.fail("measured again"))
+    timm_models.main()
+    assert [line for line in out.read_text().splitlines() if "|" in line] == [
+        line for line in text.splitlines() if "|" in line
+    ]
+
+
+def test_a_model_of_timm_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm_models, "fill", lambda row: os._exit(3))
+    assert timm_models.apart("a", 60).failures == {"process": "the process ended with code 3"}
+    monkeypatch.setattr(timm_models, "fill", lambda row: time.sleep(60))
+    assert timm_models.apart("a", 0.1).failures == {"process": "takes longer than 0 s"}
+
+
+def test_where_a_model_of_timm_keeps_the_laws() -> None:
+    row = timm_models.Row("a", law_1=1e-14, law_2=1.0, law_3=1e-8, heads=0.0)
+    assert not row.holds
+    row.rounded = True  # to float32, in between
+    assert row.holds
+    row.law_2 = 1.1
+    assert not row.holds
+    assert len(set(timm_models.NAMES)) == 200
 
 
 @pytest.mark.slow

@@ -167,6 +167,22 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             m.training = mode
 
 
+def renewed(model: nn.Module) -> nn.Module:
+    """The model itself, whose weights were exchanged: it forgets what it has computed from those
+    it had.
+
+    Some classes keep that for later calls in eval mode (a table of position biases, say), and drop
+    it in a `train` of their own, which is called here. Modes stay as they are.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    for m, _ in modes:
+        if getattr(type(m), "train", nn.Module.train) is not nn.Module.train:
+            m.train()
+    for m, mode in modes:
+        m.training = mode
+    return model
+
+
 class Noting(fx.Interpreter):
     """Notes in `found` what there is to see at the nodes of a graph that runs in eval mode; nothing
     is written to."""

@@ -20,6 +20,7 @@ from zipfx.model.calls.arguments import call
 from zipfx.model.contents import attributes
 from zipfx.model.copies import structural_copy
 from zipfx.model.parametrized import plain_class
+from zipfx.model.running import renewed
 from zipfx.model.tensors import alike, clone_tensors
 from zipfx.modes import as_caller, own_modes
 from zipfx.observe import example_arguments, example_batch
@@ -81,7 +82,7 @@ def to_model(
         made.setdefault(id(t), _as(t, found[name], shared=head is not None))
         _put(model, name, made[id(t)])
     device = next((t.device for t in found.values()), torch.device("cpu"))
-    model.to(device)
+    renewed(model.to(device))
     _check_computes(model, merged, head, example_inputs, device)
     return model
 

@@ -15,6 +15,7 @@ from zipfx.analysis.spaces.reorder import axis_moves, moved
 from zipfx.analysis.spaces.values import NodeInfo, Pinned, Role, Space
 from zipfx.checks import module, whole
 from zipfx.errors import UnknownNameError, ZipError
+from zipfx.model.running import renewed
 from zipfx.modes import own_modes
 from zipfx.text import summary, table
 from zipfx.values import ByValue
@@ -118,7 +119,7 @@ class SpaceMap(ByValue):
                         "one of its architecture"
                     )
                 tensors[name].copy_(moved(tensors[name], mine))
-        return twin
+            return renewed(twin)
 
     @own_modes()
     def draw(self, path: str | Path) -> None:

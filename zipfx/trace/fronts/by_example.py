@@ -148,8 +148,9 @@ class ExampleTracer(Tracer):
         *,
         writes: bool = False,
         opened: bool = False,
+        marked: bool = False,
     ) -> None:
-        super().__init__(arguments, opened=opened)
+        super().__init__(arguments, opened=opened, marked=marked)
         self.writes = writes
         self.evaluation = Evaluation(inputs)
         self.questions = Questions(self.evaluation.shapes)

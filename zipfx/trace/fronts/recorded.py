@@ -21,7 +21,13 @@ from zipfx.model.tensors import clone_tensors
 from zipfx.modes import as_caller
 from zipfx.trace.fronts.by_example import ExampleTracer
 from zipfx.trace.fronts.front import Given, twin_of, with_record
-from zipfx.trace.fronts.symbolic import OPENED, Tracer, is_tracing_code, refusing_autocast
+from zipfx.trace.fronts.symbolic import (
+    OPENED,
+    Tracer,
+    is_marked,
+    is_tracing_code,
+    refusing_autocast,
+)
 from zipfx.trace.record import Record
 from zipfx.trace.tidy import (
     drop_answered,
@@ -43,6 +49,9 @@ def tracers(model: nn.Module, given: Given) -> list[Any]:
     known = all(x is not None for x in values)  # what is not given could be a mask
     if known and any(type(m) in OPENED for m in model.modules()):
         found.insert(0, lambda: ExampleTracer(clone_tensors(values), arguments, opened=True))
+    if known and any(map(is_marked, model.modules())):
+        both = {"opened": True, "marked": True, "writes": True}
+        found.insert(0, lambda: ExampleTracer(clone_tensors(values), arguments, **both))
     return found
 
 
@@ -65,6 +74,11 @@ def recorded(model: nn.Module, tracer: fx.Tracer, given: Given) -> fx.GraphModul
         raise
     except Exception as error:
         raise ZipError(_untraceable(root, error)) from error
+    if aware and aware.marked and aware.notes:
+        raise ZipError(
+            "modules that timm keeps whole would hold for these inputs only, if they were traced: "
+            f"{aware.notes[0]}"
+        )
     give_defaults(graph)
     asked: set[fx.Node] = aware.questions.asked if aware else set()
     expects = [] if given.values is None else expectations(graph, given.values, asked)

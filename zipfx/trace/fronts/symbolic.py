@@ -67,6 +67,11 @@ def _notrace(kind: str) -> tuple[Any, ...]:
     return tuple(getattr(registry, f"get_notrace_{kind}")()) if registry else ()
 
 
+def is_marked(m: nn.Module) -> bool:
+    """Whether timm says that a module must not be traced through, although it is made of others."""
+    return isinstance(m, _notrace("modules")) and any(True for _ in m.children())
+
+
 def _forwards(base: Any) -> Iterator[tuple[CodeType, str]]:
     """The code of forward, and the name, of all classes derived from one."""
     for cls in base.__subclasses__():
@@ -81,19 +86,25 @@ class Tracer(fx.Tracer):
 
     arguments: of forward, one placeholder each (None: as fx has them); opened: whether torch's
     transformers are looked into, which are leaves to fx (so that layers in them can be cuts, and be
-    refitted); functions: names of the `torch.autograd.Function`s whose
-    forward was traced; their backward is not part of the graph.
+    refitted); marked: whether modules are looked into that hold others, and that timm marks as
+    leaves since a plain `torch.fx.Tracer` can not trace them; functions: names of the
+    `torch.autograd.Function`s whose forward was traced; their backward is not part of the graph.
     """
 
     proxy_buffer_attributes = True
 
     def __init__(
-        self, arguments: Sequence[Argument] | None = None, *, opened: bool = False
+        self,
+        arguments: Sequence[Argument] | None = None,
+        *,
+        opened: bool = False,
+        marked: bool = False,
     ) -> None:
         super().__init__(autowrap_functions=_notrace("functions"))
         self.arguments = arguments
         self._leaves = _notrace("modules")
         self.opened = OPENED if opened else ()
+        self.marked = marked
         self._closed: nn.Module | None = None
         self.functions: dict[str, None] = {}
         self._forwards = dict(_forwards(torch.autograd.Function))
@@ -126,6 +137,8 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if type(m) in self.opened and m is not self._closed:
+            return False
+        if self.marked and is_marked(m):
             return False
         known = isinstance(m, (*self._leaves, torch.jit.ScriptModule))
         if isinstance(m, nn.MultiheadAttention):  # also one that was only given another name
