@@ -8,22 +8,32 @@ Bits per character on held-out text, mean and deviation over the seeds (less is 
 made with 400 windows of 64 characters of each model's training text. The ensemble, at twice the
 cost, is the rival. Where a partial zip has heads, the row is the mean of their probabilities; the
 row below it has each head on its own text.
+
+With --study there is one more table for each kind: permute, refit, and one thing that is done in
+another way. The residual stream is one space over all layers; it is matched by what the first, or
+the last, third of the layers read of it, or with deeper places counting more (each as often as the
+number of its layer says); by covariance, where large features count more; on more, or less, text;
+with all positions of all windows (oversampling); zip in place of permute.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import zipfx
 from benchmarks import evaluate
 from benchmarks.document import Document
 from examples import characters
-from examples.characters import TEXTS, Parts, Setting
+from examples.characters import TEXTS, Batches, Parts, Setting
+from zipfx.analysis import Place
+from zipfx.observe import PLACES, Choose
 
 KINDS = {"own": "A transformer of the example's own", "gpt2": "GPT2LMHeadModel"}
 
@@ -44,20 +54,70 @@ def trained(setting: Setting, parts: Parts, seed: int, folder: Path | None) -> l
     return [model.eval() for model in models]
 
 
-def table(setting: Setting, parts: Parts, seeds: int, folder: Path | None) -> str:
-    """One row for each way to merge, over all seeds."""
+def table(of_seeds: Iterable[Iterable[tuple[str, list[float], float]]]) -> str:
+    """Of the rows of every seed: mean and deviation."""
     scores: dict[str, list[list[float]]] = {}
     sizes: dict[str, float] = {}
-    for seed in range(seeds):
-        models = trained(setting, parts, seed, folder)
-        for name, found, size in characters.rows(models, parts, setting, seed):
+    for rows in of_seeds:
+        for name, found, size in rows:
+            print(name, *(f"{value:.2f}" for value in found), flush=True)
             scores.setdefault(name, []).append([*found, sum(found) / len(found)])
             sizes[name] = size
-    rows = [
+    cells = [
         [name, *(evaluate.spread(column, 2) for column in zip(*found)), f"{sizes[name]:.2f}"]
         for name, found in scores.items()
     ]
-    return evaluate.table(["", *TEXTS, "mean", "parameters"], rows)
+    return evaluate.table(["", *TEXTS, "mean", "parameters"], cells)
+
+
+def of_layers(model: nn.Module, ids: Tensor) -> dict[str, Choose]:
+    """Ways to choose the places of the residual stream; of other spaces, as usual."""
+    stream = max(zipfx.analyze(model, ids), key=lambda space: len(space.places)).name
+
+    def choosing(of_reads: Callable[[list[Place]], Sequence[Place]]) -> Choose:
+        usual, reads = PLACES["source"], PLACES["reads"]
+        return lambda s: usual(s) if s.name != stream else of_reads(list(reads(s)))
+
+    return {
+        "the first third of the layers": choosing(lambda r: r[: len(r) // 3]),
+        "the last third of the layers": choosing(lambda r: r[-(len(r) // 3) :]),
+        "deeper layers count more": choosing(
+            lambda r: [p for i, p in enumerate(r, 1) for _ in range(i)]
+        ),
+    }
+
+
+def studied(
+    models: Sequence[nn.Module], parts: Parts, setting: Setting, seed: int
+) -> Iterator[tuple[str, list[float], float]]:
+    """What is done in another way, bits per character on each text, and 1, the size."""
+
+    def text(count: int) -> Batches:
+        own = replace(setting, calibration=count)
+        loaders = [
+            characters.calibration(ids, own, 100 + seed + k) for k, (ids, _) in enumerate(parts)
+        ]
+        return [batch for batches in zip(*loaders, strict=True) for batch in batches]
+
+    usual = text(setting.calibration)
+    ways = of_layers(models[0], usual[0][0][:2])
+    places = [(name, usual, {"places": name}) for name in ways]
+    others: list[tuple[str, Batches, dict[str, Any]]] = [
+        ("as it is", usual, {}),
+        *places,
+        ("by covariance", usual, {"matcher": zipfx.Permute(similarity="covariance")}),
+        ("a quarter of the text", text(setting.calibration // 4), {}),
+        ("twice the text", text(2 * setting.calibration), {}),
+        ("all positions", usual, {"repair": zipfx.Refit(oversampling=1e6)}),
+        ("zip", usual, {"matcher": "zip"}),
+    ]
+    PLACES.update(ways)
+    for name, data, options in others:
+        how = {"matcher": "permute", "repair": "refit", **options}
+        predict = characters.mean_of([zipfx.zip(models, data, **how, progress=False)])
+        yield name, [characters.bits(predict, test, setting) for _, test in parts], 1.0
+    for name in ways:
+        del PLACES[name]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     evaluate.add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--study", action="store_true", help="what else was tried")
     parser.add_argument("--quick", action="store_true", help="tiny models, a few steps")
     parser.add_argument("--models", type=Path, help="a folder that keeps the trained models")
     options = parser.parse_args(arguments)
@@ -77,8 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kind in options.kinds:
         setting = characters.QUICK if options.quick else Setting()
         setting = replace(setting, gpt2=kind == "gpt2")
-        found = table(setting, parts, options.seeds, options.models)
-        document.add(f"## {KINDS[kind]}", found)
+        pairs = [trained(setting, parts, seed, options.models) for seed in range(options.seeds)]
+        every = [characters.rows(models, parts, setting, seed) for seed, models in enumerate(pairs)]
+        document.add(f"## {KINDS[kind]}", table(every))
+        if options.study:
+            others = [studied(models, parts, setting, seed) for seed, models in enumerate(pairs)]
+            document.add(f"### {KINDS[kind]}: what else was tried", table(others))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ seen, of which no paragraph is in the training text either:
     size          parameters, in models
 
 Calibration text comes from the training text. The rival is the ensemble, the mean of both models'
-probabilities, at twice the size. Two rows show one partial zip: each head on its own text, and the
-mean of both heads' probabilities on both texts.
+probabilities, at twice the size. A partial zip has two heads: first the mean of their probabilities
+on both texts, then each head on its own text.
 
 Run it with `python examples/characters.py`: four minutes on two cores. `--gpt2` takes transformers'
 `GPT2LMHeadModel` instead, `--quick` tiny models for a few steps, to see that everything runs.
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ import zipfx
 
 CHARACTERS = 128  # ASCII
 TEXTS = ("prose", "code")
+Batches = list[tuple[Tensor]]
 Parts = Sequence[tuple[Tensor, Tensor]]  # of each text: characters to train on, and to test on
 Predict = Callable[[Tensor], Tensor]  # characters (B, T) -> log-probabilities (B, T, CHARACTERS)
 
@@ -122,23 +122,12 @@ def new_model(setting: Setting) -> nn.Module:
     return model
 
 
-def batch_of(ids: Tensor, setting: Setting) -> Any:
-    """Characters (B, T) as the models take them."""
-    return {"input_ids": ids} if setting.gpt2 else (ids,)
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits (B, T, CHARACTERS) in what a model gives."""
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    return logits
-
-
-def outputs_of(module: nn.Module, ids: Tensor, setting: Setting) -> list[Tensor]:
+def outputs_of(module: nn.Module, ids: Tensor) -> list[Tensor]:
     """Log-probabilities (B, T, CHARACTERS): one, or one for each head of a partial zip."""
-    batch = batch_of(ids, setting)
-    found = module(**batch) if isinstance(batch, dict) else module(*batch)
+    found = module(ids)
     heads = found if type(found) is tuple else (found,)
-    return [logits_of(head).log_softmax(-1) for head in heads]
+    logits = [head if isinstance(head, Tensor) else head.logits for head in heads]
+    return [head.log_softmax(-1) for head in logits]
 
 
 def read(text: str) -> tuple[Tensor, Tensor]:
@@ -179,7 +168,7 @@ def train(ids: Tensor, setting: Setting, seed: int) -> nn.Module:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=setting.steps)
     for _ in range(setting.steps):
         windows = drawn(ids, setting.batch, setting.context + 1, generator)
-        (predicted,) = outputs_of(model, windows[:, :-1], setting)
+        (predicted,) = outputs_of(model, windows[:, :-1])
         loss = cross_entropy(predicted.flatten(0, 1), windows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -195,11 +184,11 @@ def models_of(parts: Parts, setting: Setting, seed: int) -> list[nn.Module]:
     return [train(ids, setting, k) for k, (ids, _) in zip(own, parts, strict=True)]
 
 
-def calibration(ids: Tensor, setting: Setting, seed: int) -> list[Any]:
+def calibration(ids: Tensor, setting: Setting, seed: int) -> Batches:
     """Batches of training text, to merge with."""
     generator = torch.Generator().manual_seed(seed)
     windows = drawn(ids, setting.calibration, setting.context, generator)
-    return [batch_of(part, setting) for part in windows.split(40)]
+    return [(part,) for part in windows.split(40)]
 
 
 @torch.no_grad()
@@ -215,11 +204,11 @@ def bits(predict: Predict, ids: Tensor, setting: Setting) -> float:
     return torch.cat(losses).double().mean().item() / math.log(2)
 
 
-def mean_of(modules: Sequence[nn.Module], setting: Setting) -> Predict:
+def mean_of(modules: Sequence[nn.Module]) -> Predict:
     """The mean of all probabilities that modules (and their heads) give."""
 
     def predict(ids: Tensor) -> Tensor:
-        every = [output for module in modules for output in outputs_of(module, ids, setting)]
+        every = [output for module in modules for output in outputs_of(module, ids)]
         return torch.stack(every).logsumexp(0) - math.log(len(every))
 
     return predict
@@ -231,20 +220,29 @@ def size_of(modules: Sequence[nn.Module]) -> int:
 
 
 def merges(
-    models: Sequence[nn.Module], loaders: list[list[Any]], cut: str
+    models: Sequence[nn.Module], loaders: list[Batches], cut: str
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every way to merge; loaders: batches of each text; cut: where the partial zip ends."""
-    for name, options in {
-        "averaging by position": {"matcher": "identity", "repair": "none"},
-        "permute": {"matcher": "permute", "repair": "none"},
-        "zip": {"matcher": "zip", "repair": "none"},
-        "averaging, refitted": {"matcher": "identity", "repair": "refit"},
-        "permute, refitted": {"matcher": "permute", "repair": "refit"},
-        "zip, refitted": {"matcher": "zip", "repair": "refit"},
-        f"zip to {cut}": {"matcher": "zip", "repair": "none", "partial": cut},
-        f"zip to {cut}, refitted": {"matcher": "zip", "repair": "refit", "partial": cut},
-    }.items():
-        yield name, zipfx.zip(models, loaders, **options, progress=False)
+    """Every way to merge; loaders: batches of each text; cut: where the partial zip ends.
+
+    With a loader for each text the merge is asked for what one model makes of its own text, with
+    one loader of both for what all models make of all text, as the ensemble is.
+    """
+    both = [part for parts in zip(*loaders, strict=True) for part in parts]
+    by_logits, half = zipfx.Refit(logits=True), {"matcher": "zip", "partial": cut}
+    for name, data, options in (
+        ("averaging by position", both, {"matcher": "identity", "repair": "none"}),
+        ("permute", both, {"matcher": "permute", "repair": "none"}),
+        ("zip", both, {"matcher": "zip", "repair": "none"}),
+        ("averaging, refit", both, {"matcher": "identity", "repair": "refit"}),
+        ("permute, refit", both, {"matcher": "permute", "repair": "refit"}),
+        ("zip, refit", both, {"matcher": "zip", "repair": "refit"}),
+        ("zip, refit, a loader each", loaders, {"matcher": "zip", "repair": "refit"}),
+        ("zip, refit, logits", both, {"matcher": "zip", "repair": by_logits}),
+        ("zip to the middle", both, {**half, "repair": "none"}),
+        ("zip to the middle, refit", both, {**half, "repair": by_logits}),
+        ("same, a loader each", loaders, {**half, "repair": by_logits}),
+    ):
+        yield name, zipfx.zip(models, data, **options, progress=False)
 
 
 def rows(
@@ -254,7 +252,7 @@ def rows(
     tests = [test for _, test in parts]
 
     def scores(*modules: nn.Module) -> list[float]:
-        return [bits(mean_of(modules, setting), ids, setting) for ids in tests]
+        return [bits(mean_of(modules), ids, setting) for ids in tests]
 
     for text, model in zip(TEXTS, models, strict=True):
         yield f"model of {text}", scores(model), 1.0
@@ -266,8 +264,8 @@ def rows(
         yield name, scores(merged), size
         if size > 1:
             heads = [zipfx.head(merged, k) for k in range(len(models))]
-            own = [bits(mean_of([h], setting), ids, setting) for h, ids in zip(heads, tests)]
-            yield "  each head on its text", own, size
+            own = [bits(mean_of([h]), ids, setting) for h, ids in zip(heads, tests)]
+            yield f"{name}: own heads", own, size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -286,10 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = read_all()
     models = models_of(parts, setting, options.seed)
     print(f"two models trained in {time.perf_counter() - start:.0f} seconds")
-    print(f"\n{'bits per character':30}{'prose':>8}{'code':>8}{'mean':>8}{'size':>8}")
+    print(f"\n{'bits per character':36}{'prose':>8}{'code':>8}{'mean':>8}{'size':>8}")
     for name, found, size in rows(models, parts, setting, options.seed):
         numbers = [*found, sum(found) / len(found), size]
-        print(f"{name:30}" + "".join(f"{number:8.2f}" for number in numbers), flush=True)
+        print(f"{name:36}" + "".join(f"{number:8.2f}" for number in numbers), flush=True)
     print(f"{time.perf_counter() - start:.0f} seconds")
 
 

@@ -21,6 +21,7 @@ from benchmarks import (
     ablations,
     architectures,
     beyond,
+    characters,
     checkpoints,
     data,
     evaluate,
@@ -368,6 +369,23 @@ def test_architectures_go_on_where_they_were_stopped(
         [line for line in text.splitlines() if "|" in line] for text in (first, out.read_text())
     ]
     assert table[0] == table[1]
+
+
+@pytest.mark.slow
+def test_language_models_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, kept = tmp_path / "table.md", tmp_path / "models"
+    options = ["--quick", "--models", str(kept), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["characters", *options])
+    characters.main([*options, "--seeds", "1", "--kinds", "own", "gpt2"])
+    text = out.read_text()
+    assert len(list(kept.iterdir())) == 2
+    assert text.count("| ensemble |") == text.count("| zip, refit, logits |") == 2
+    monkeypatch.setattr(characters.characters, "train", lambda *_: pytest.fail("trained again"))
+    characters.main([*options, "--seeds", "1", "--kinds", "own"])
+    again = out.read_text().split("\n## ")[1]
+    assert again.strip() == text.split("\n## ")[1].strip()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ class RefitStep:
     node: of the merged graph; images: the dimension of its output along which images lie; target:
     name of the node of the models that has what should be computed; skip: of the merged graph, what
     the outputs are added to first; flat: below and above which outputs are as good as these bounds;
+    given: whether they are what the network gives;
     matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
     asked: (J,) of (G, o) bool, whether the source has a target for an output.
     """
@@ -39,6 +40,7 @@ class RefitStep:
     target: str
     skip: fx.Node | None
     flat: tuple[float, float] | None
+    given: bool
     matrices: tuple[Mapping[int, Tensor], ...]
     asked: tuple[Tensor, ...]
 
@@ -135,8 +137,8 @@ class _RefitPlanner:
             return None
         asked = tuple(a.reshape(shape) for a in wanted[1])
         images = view.images(node) if layer.channel == -1 else 0
-        flat = view.flat_after(target)
-        return RefitStep(node, layer, images, name, skip, flat, tuple(wanted[0]), asked)
+        behind = view.flat_after(target), view.is_given(target)
+        return RefitStep(node, layer, images, name, skip, *behind, tuple(wanted[0]), asked)
 
     def _layer(self, node: fx.Node, norm: fx.Node | None) -> Layer | None:
         """The layer that a node applies, with the norm that follows it, if it may be changed."""
