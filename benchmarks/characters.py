@@ -13,7 +13,7 @@ head on its own text. "logits" is `Refit(logits=True)`, which partial zips with 
 With --study the rows are others: permute, refit, and one thing that is done in another way. The
 residual stream is one space over all layers; it is matched by what the first, or the last, third of
 the layers read of it, or with deeper layers counting more; by covariance, where large features
-count more; on more, or less, text; with all positions of all windows; with zip.
+count more; with all positions of all windows (oversampling).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import zipfx
 from benchmarks import evaluate
 from benchmarks.document import Document
 from examples import characters
-from examples.characters import TEXTS, Batches, Parts, Setting
+from examples.characters import TEXTS, Parts, Setting
 from zipfx.analysis import Place
 from zipfx.observe import PLACES, Choose
 
@@ -92,29 +92,21 @@ def studied(
 ) -> Iterator[tuple[str, list[float], float]]:
     """What is done in another way, bits per character on each text, and 1, the size."""
 
-    def text(count: int) -> Batches:
-        own = replace(setting, calibration=count)
-        loaders = [
-            characters.calibration(ids, own, 100 + seed + k) for k, (ids, _) in enumerate(parts)
-        ]
-        return [batch for batches in zip(*loaders, strict=True) for batch in batches]
-
-    usual = text(setting.calibration)
-    ways = of_layers(models[0], usual[0][0][:2])
-    places = [(name, usual, {"places": name}) for name in ways]
-    others: list[tuple[str, Batches, dict[str, Any]]] = [
-        ("as it is", usual, {}),
-        *places,
-        ("by covariance", usual, {"matcher": zipfx.Permute(similarity="covariance")}),
-        ("a quarter of the text", text(setting.calibration // 4), {}),
-        ("twice the text", text(2 * setting.calibration), {}),
-        ("all positions", usual, {"repair": zipfx.Refit(oversampling=1e6)}),
-        ("zip", usual, {"matcher": "zip"}),
+    loaders = [
+        characters.calibration(ids, setting, 100 + seed + k) for k, (ids, _) in enumerate(parts)
+    ]
+    both = [batch for batches in zip(*loaders, strict=True) for batch in batches]
+    ways = of_layers(models[0], both[0][0][:2])
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("as it is", {}),
+        *((name, {"places": name}) for name in ways),
+        ("by covariance", {"matcher": zipfx.Permute(similarity="covariance")}),
+        ("all positions", {"repair": zipfx.Refit(oversampling=1e6)}),
     ]
     PLACES.update(ways)
-    for name, data, options in others:
+    for name, options in others:
         how = {"matcher": "permute", "repair": "refit", **options}
-        predict = characters.mean_of([zipfx.zip(models, data, **how, progress=False)])
+        predict = characters.mean_of([zipfx.zip(models, both, **how, progress=False)])
         yield name, [characters.bits(predict, test, setting) for _, test in parts], 1.0
     for name in ways:
         del PLACES[name]
