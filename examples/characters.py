@@ -14,8 +14,8 @@ Calibration text comes from the training text. The rival is the ensemble, the me
 probabilities, at twice the size. A partial zip has two heads: first the mean of their probabilities
 on both texts, then each head on its own text.
 
-Run it with `python examples/characters.py`: four minutes on two cores. `--gpt2` takes transformers'
-`GPT2LMHeadModel` instead, `--quick` tiny models for a few steps, to see that everything runs.
+Run it with `python examples/characters.py`: some six minutes of one core. `--gpt2` takes
+transformers' `GPT2LMHeadModel`, `--quick` tiny models for a few steps, to see that all runs.
 """
 
 from __future__ import annotations
