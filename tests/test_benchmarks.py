@@ -23,6 +23,7 @@ from benchmarks import (
     ablations,
     architectures,
     beyond,
+    characters,
     checkpoints,
     data,
     evaluate,
@@ -408,6 +409,21 @@ def test_where_a_model_of_timm_keeps_the_laws() -> None:
     row.law_2 = 1.1
     assert not row.holds
     assert len(set(timm_models.NAMES)) == 200
+
+
+@pytest.mark.slow
+def test_language_models_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, kept = tmp_path / "table.md", tmp_path / "models"
+    options = ["--quick", "--models", str(kept), "--out", str(out), "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", ["characters", *options])
+    characters.main([*options, "--kinds", "own"])
+    assert len(list(kept.iterdir())) == 1
+    for name in ("ensemble", "zip, refit, logits", "same, a loader each: own heads"):
+        assert out.read_text().count(f"| {name} |") == 1
+    monkeypatch.setattr(characters.characters, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(characters.characters, "rows", lambda *_: [("all", [1.0, 2.0], 1.0)])
+    characters.main([*options, "--kinds", "own"])
+    assert "| all | 1.00 | 2.00 | 1.50 | 1.00 |" in out.read_text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.helpers.models import NETS, Net
 from tests.helpers.strangers import Images, images, moments, strangers
 from tests.laws.test_laws import Mlp, ResidualCnn, ResidualMlp, redundant
 from zipfx.repair import batches as replay
-from zipfx.repair.layerwise import Refit
+from zipfx.repair.layerwise import Refit, _as_likely
 from zipfx.repair.ridge import Normal
 
 UNCHANGED = 1e-9
@@ -491,11 +491,78 @@ def test_what_is_not_refitted_is_named() -> None:
         ({"rounds": -1}, r"rounds is -1: it must be a whole number, at least 0"),
         ({"oversampling": 0}, r"oversampling is 0: it must be above 0"),
         ({"memory": math.nan}, r"memory is nan: it must be a number, at least 0"),
+        ({"logits": 20}, r"logits is 20: it must be True or False"),
     ],
 )
 def test_settings_out_of_range(options: Any, message: str) -> None:
     with pytest.raises(zipfx.ZipError, match=message):
         Refit(**options)
+
+
+# ------------------------------------------------------------------ logits
+LOGITS = Refit(logits=True)
+
+
+def divergence(logits: Tensor, wanted: Tensor) -> float:
+    of = nn.KLDivLoss(reduction="batchmean", log_target=True)
+    return float(of(logits.log_softmax(-1), wanted.log_softmax(-1)))
+
+
+def test_targets_for_logits_never_lead_away() -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.ones(60, 1), torch.randn(60, 5)], 1).double()
+    for size in (0.1, 1.0, 10.0):
+        wanted = (size * torch.randn(60, 7)).double()
+        weights, last = torch.randn(6, 7).double(), math.inf
+        for _ in range(30):
+            now = divergence(x @ weights, wanted)
+            assert now < last
+            last = now
+            weights = torch.linalg.lstsq(x, _as_likely(wanted, x @ weights)).solution
+
+
+class Classes(nn.Module):
+    """(B, 6) -> logits of nine classes, most of them unlikely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.h = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cut", [None, "a"])
+def test_logits_are_fitted_by_their_probabilities(cut: str | None) -> None:
+    models, x = strangers(2, Classes), torch.randn(500, 6).double()
+    for model in models:
+        model.h.weight.mul_(20)
+    found = []
+    for repair in (Refit(), LOGITS):
+        merged = merge(models, [(x,)], partial=cut, matcher="permute", repair=repair)
+        own = [m(x) for m in models]
+        heads = [merged(x)] if cut is None else [*merged(x)]
+        wanted = [torch.stack(own).mean(0)] if cut is None else own
+        found.append(sum(divergence(*pair) for pair in zip(heads, wanted, strict=True)))
+    assert found[1] < 0.98 * found[0]
+
+
+def test_logits_of_an_exact_merge_stay_and_batches_do_not_matter() -> None:
+    (a, b), x = strangers(), images(6, 1)[0]
+    exact = merge([a, permuted(a, x)], images(60), matcher="permute", repair=LOGITS)
+    assert error(run(a, x), run(exact, x)) < UNCHANGED
+    one, many = (merge([a, b], images(100, 0, n), repair=LOGITS) for n in (100, 7))
+    assert error(run(one, x), run(many, x)) < UNCHANGED
+
+
+def test_what_is_no_output_is_fitted_as_it_was() -> None:
+    def hidden(repair: Refit) -> dict[str, Tensor]:
+        merged = merge(strangers(), images(60), matcher="permute", repair=repair)
+        return {n: t for n, t in merged.state_dict().items() if not n.startswith("h.")}
+
+    before, after = hidden(Refit()), hidden(LOGITS)
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 class Twisted(nn.Module):

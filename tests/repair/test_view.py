@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from tests.helpers.blocks import Net, data
 from zipfx.repair.view import GraphView
@@ -140,3 +141,19 @@ def test_where_a_layer_is_added_to_something_older(seen: Any, end: str, older: s
 def test_where_the_activation_is_flat(act: Any, bounds: Any) -> None:
     of = view(lambda s, x: s.b(act(s, s.a(x))), relu=nn.ReLU())
     assert of.flat_after(named(of, "a")) == bounds
+
+
+@pytest.mark.parametrize(
+    ("end", "given"),
+    [
+        (lambda s, y: y, True),
+        (lambda s, y: {"logits": y, "again": [y]}, True),
+        (lambda s, y: CausalLMOutput(logits=y), True),
+        (lambda s, y: (y, y.relu()), False),
+        (lambda s, y: y.softmax(-1), False),
+        (lambda s, y: s.b(y), False),
+    ],
+)
+def test_whether_a_value_is_given_as_it_is(end: Any, given: bool) -> None:
+    of = view(lambda s, x: end(s, s.a(x)))
+    assert of.is_given(named(of, "a")) is given

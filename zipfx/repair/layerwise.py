@@ -8,14 +8,15 @@ wrong is corrected along the way. No labels, no gradients, nothing but linear al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
 
-from zipfx.checks import real, whole
+from zipfx.checks import flag, real, whole
 from zipfx.errors import ZipError
 from zipfx.merge import Fused
 from zipfx.model.running import State, evaluating, state_of
@@ -34,6 +35,9 @@ from zipfx.values import ByValue
 _HELD_OUT = 10  # every tenth image is
 _CHUNK = 2**24  # entries of patches at a time
 _TURNS = 8  # grids of positions, taken in turns
+_LOGIT_ROUNDS = 20
+
+Easing = Callable[[Tensor, Tensor], Tensor]  # of targets and outputs: targets that are as good
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Refit:
         memory: bytes; how large the values may be, in all, that batches keep for the layers to
             come. Batches for which that is not enough are run from their inputs again for every
             layer; the outcome is the same, unless forward draws random numbers.
+        logits: whether the outputs are logits: a layer that gives them is then solved for the
+            probabilities that the models give (least divergence), where else all logits count
+            alike, those of what never happens as much as any.
 
     Raises:
         ZipError: one of them is out of range.
@@ -61,6 +68,7 @@ class Refit:
     rounds: int = 1
     oversampling: float = 25
     memory: float = math.inf
+    logits: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.ridges, Sequence) or isinstance(self.ridges, str) or not self.ridges:
@@ -71,6 +79,7 @@ class Refit:
         if real("oversampling", self.oversampling, 0) == 0:
             raise ZipError(f"oversampling is {self.oversampling}: it must be above 0")
         real("memory", self.memory, 0)
+        flag("logits", self.logits)
 
     def __call__(
         self, fused: Fused, traced: TracedModels, data: Calibration, *, progress: bool = False
@@ -226,12 +235,21 @@ class _Fit:
             *self._moments(), self.n, self.step.asked, was, self.settings.ridges,
             takes_bias=self.layer.takes_bias, limited=self.layer.limit is not None,
         )  # fmt: skip
-        flat = self.step.flat if solution.parts else None
-        for _ in range(self.settings.rounds if flat is not None else 0):
-            solution = solution.corrected(was[0], self._missed(solution))
+        for eased in self._easings() if solution.parts else ():
+            # drawn to what it is by then, no round leads away from what the models give
+            anchor = solution.weights[0] if eased is _as_likely else was[0]
+            solution = solution.corrected(anchor, self._missed(solution, eased))
         if self.layer.limit is not None and solution.parts:
             return solution.limited(was, self.layer.nearest, self.layer.scales)
         return solution
+
+    def _easings(self) -> list[Easing]:
+        """How targets are set anew, round by round."""
+        step = self.step
+        if step.flat is not None:
+            return [partial(_eased, low=step.flat[0], high=step.flat[1])] * self.settings.rounds
+        every = self.layer.groups == 1 and all(bool(a.all()) or not a.any() for a in step.asked)
+        return [_as_likely] * (_LOGIT_ROUNDS * (self.settings.logits and step.given and every))
 
     def _moments(self) -> tuple[list[Moments], list[Moments]]:
         """Of inputs and targets side by side, for each source: (most of the data, held out)."""
@@ -247,9 +265,8 @@ class _Fit:
             )
         return parts[0], parts[1]
 
-    def _missed(self, solution: Solution) -> list[Missed | None]:
-        """What the weights miss of the targets, where an activation makes it matter."""
-        assert self.step.flat is not None
+    def _missed(self, solution: Solution, eased: Easing) -> list[Missed | None]:
+        """What the weights miss of the targets, where what follows makes it matter."""
         w, b = solution.weights
         found: list[Missed | None] = [None] * len(self.step.asked)
         for batch in self.batches:
@@ -257,7 +274,7 @@ class _Fit:
             found[batch.source] = mine
             for x, y, older, _ in self._samples(batch):
                 output = x @ w.mT.to(x) + b.unsqueeze(1).to(x)
-                mine.add(x, _eased(y + older, output + older, *self.step.flat) - output - older)
+                mine.add(x, eased(y + older, output + older) - output - older)
         return found
 
     def _advanced(self, step: RefitStep, batch: Batch) -> Run:
@@ -355,6 +372,13 @@ def _eased(target: Tensor, output: Tensor, low: float, high: float) -> Tensor:
     return (
         torch.where(target >= high, output.clamp(min=high), target) if high < math.inf else target
     )
+
+
+def _as_likely(target: Tensor, output: Tensor) -> Tensor:
+    """Targets (G, S, o) of which least squares lessens the divergence of the outputs' softmax from
+    the targets': that of logits is bent by no more than half the identity (Boehning, "Multinomial
+    logistic regression algorithm", 1992)."""
+    return output + 2 * (target.softmax(-1) - output.softmax(-1))
 
 
 def _image(rows: int, batch: Batch) -> Tensor:

@@ -31,13 +31,13 @@ class RefitStep:
     """One layer to be refitted; letters as in `layers.layer`, J sources of data.
 
     node: of the merged graph; images: the dimension of its output along which images lie;
-    positions: of each image of the example inputs; target:
-    name of the node of the models that has what should be computed; skip: of the merged graph, what
-    the outputs are added to first; flat: below and above which outputs are as good as these bounds;
-    matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features become targets;
-    asked: (J,) of (G, o) bool, whether the source has a target for an output; others: the same
-    where the layer is applied again, to what does not depend on this; apart: whether layers lie in
-    the way that are fitted later (see `order`).
+    positions: of each image of the example inputs; target: name of the node of the models that has
+    what should be computed; skip: of the merged graph, what the outputs are added to first; flat:
+    below and above which outputs are as good as these bounds; given: whether they are what the
+    network gives; matrices: (J,) by model, (G o, G o), or (G o,) if diagonal, how its features
+    become targets; asked: (J,) of (G, o) bool, whether the source has a target for an output;
+    others: the same where the layer is applied again, to what does not depend on this; apart:
+    whether layers lie in the way that are fitted later (see `order`).
     """
 
     node: fx.Node
@@ -47,6 +47,7 @@ class RefitStep:
     target: str
     skip: fx.Node | None
     flat: tuple[float, float] | None
+    given: bool
     matrices: tuple[Mapping[int, Tensor], ...]
     asked: tuple[Tensor, ...]
     others: tuple[RefitStep, ...] = ()
@@ -130,7 +131,8 @@ class _RefitPlanner:
             return None
         first, *others = found
         flat = first.flat if all(step.flat == first.flat for step in others) else None
-        return replace(first, flat=flat, others=tuple(others))
+        given = all(step.given for step in found)
+        return replace(first, flat=flat, given=given, others=tuple(others))
 
     def _step(self, node: fx.Node, norm: fx.Node | None, uses: int = 1) -> RefitStep | None:
         view, head = self.view, origin_of(node).head
@@ -157,10 +159,12 @@ class _RefitPlanner:
             return None
         asked = tuple(a.reshape(shape) for a in wanted[1])
         images = view.images(node) if layer.channel == -1 else 0
-        flat = view.flat_after(target)
+        behind = view.flat_after(target), view.is_given(target)
         sizes = [n for d, n in enumerate(view.shapes[node]) if d != images]
         positions = max(1, math.prod(sizes) // shape.numel())
-        return RefitStep(node, layer, images, positions, name, skip, flat, tuple(wanted[0]), asked)
+        return RefitStep(
+            node, layer, images, positions, name, skip, *behind, tuple(wanted[0]), asked
+        )
 
     def _layer(self, node: fx.Node, norm: fx.Node | None, uses: int) -> Layer | None:
         """The layer that a node applies, with the norm that follows it, if it may be changed."""

@@ -165,3 +165,12 @@ class GraphView:
         }
         bounds = {_FLAT.get(kind) for kind in kinds}
         return bounds.pop() if len(bounds) == 1 else None
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Whether what a node computes is an output of the network, as it is or in a container,
+        and nothing else."""
+
+        def gives(user: fx.Node) -> bool:
+            return user.op == "output" or (isinstance(user.target, type) and self.is_given(user))
+
+        return bool(node.users) and all(map(gives, node.users))
