@@ -5,12 +5,14 @@
 GPT-2 small and BERT-base (12 layers of 768 features; random weights, from transformers'
 configurations), two of each, 16 sequences of 128 tokens in batches of 4, default matcher and
 repair. Each pair has a process of its own. Forward: both models on all batches, once. Peak: of the
-whole process, in GiB, models included (all of them together take what is said first).
+whole process, in GiB, models included (all of them together take what is said first). Match and
+refit at half: how much of its time had passed, in percent, when the bar of a stage stood at half.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import resource
 import subprocess
@@ -18,16 +20,42 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 import zipfx
 from benchmarks import evaluate
+from zipfx import text
 
 MODELS = {"GPT-2 small": "GPT2LMHeadModel", "BERT-base": "BertForSequenceClassification"}
 STAGES = ("trace", "correspond", "analyze", "observe", "match", "fuse", "repair")
+
+
+class Bars(text.tqdm):  # type: ignore[type-arg]
+    """Progress bars that nobody sees, and that note when they stood where."""
+
+    seen: ClassVar[dict[str, list[tuple[float, float]]]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+        self.mine = self.seen.setdefault(str(kwargs["desc"]), [(time.perf_counter(), 0.0)])
+
+    def update(self, n: float | None = 1) -> bool | None:
+        done = super().update(n)
+        self.mine.append((time.perf_counter(), self.n / self.total))
+        return done
+
+    @classmethod
+    def at_half(cls, desc: str) -> float:
+        """Percent of its time that had passed when a bar stood at half; between two updates it goes
+        on evenly."""
+        marks = cls.seen[desc]
+        times, stood = zip(*marks, strict=True)
+        half = float(np.interp(0.5, stood, times))
+        return 100 * (half - times[0]) / (times[-1] - times[0])
 
 
 def build(name: str, seed: int) -> nn.Module:
@@ -56,7 +84,8 @@ def measure(name: str, threads: int) -> dict[str, Any]:
     forward = time.perf_counter() - start
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     start = time.perf_counter()
-    merged = zipfx.zip(models, data, progress=False)
+    text.tqdm = Bars  # type: ignore[misc]
+    merged = zipfx.zip(models, data)
     total = time.perf_counter() - start
     report = merged.meta["zipfx"]
     return {
@@ -67,6 +96,8 @@ def measure(name: str, threads: int) -> dict[str, Any]:
         "forward": forward,
         **{stage: report.seconds.get(stage, 0.0) for stage in STAGES},
         "total": total,
+        "match at half": Bars.at_half("zipfx: match"),
+        "refit at half": Bars.at_half("zipfx: refit"),
         "models": before,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
@@ -95,7 +126,7 @@ def main() -> None:
         "| " + " | ".join([name, *(_text(value) for value in row.values())]) + " |"
         for name, row in rows
     ]
-    text = "\n".join(
+    page = "\n".join(
         [
             "# Language models of the usual size",
             "",
@@ -110,7 +141,7 @@ def main() -> None:
             "",
         ]
     )
-    evaluate.publish(text, arguments.out)
+    evaluate.publish(page, arguments.out)
 
 
 def _text(value: Any) -> str:

@@ -20,16 +20,23 @@ from zipfx import ZipError
 #: slow: exports take seconds each; warnings: of transformers, in many ways
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_page_runs_as_it_is_printed() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+@pytest.mark.parametrize(
+    ("page", "count", "front"), [("huggingface.md", 3, "export"), ("language-models.md", 1, None)]
+)
+def test_a_page_runs_as_it_is_printed(page: str, count: int, front: str | None) -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(blocks) == count
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
-    assert names["merged"].meta["zipfx"].front == "export"
+    report = names["merged"].meta["zipfx"]
+    assert front in (None, report.front)
+    assert report.repair == "refit"
 
 
 @pytest.mark.sweep
