@@ -37,6 +37,14 @@ def matmul(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(x, w)
 
 
+def summed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("bsc,co->bso", x, w) + b
+
+
+def summed_turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("oc,...c->...o", w, x)
+
+
 def scaled(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     flat = torch.addmm(b, x.reshape(-1, x.size(-1)), w, alpha=2)
     return flat.view((*x.size()[:-1], w.size(-1)))
@@ -51,7 +59,7 @@ class Net(nn.Module):
         self.function = [function]
         self.inp, self.h = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         up, down = torch.randn(WIDTH, 20) / 3, torch.randn(20, WIDTH) / 3
-        if function is turned:
+        if function in (turned, summed_turned):
             up, down = up.T.contiguous(), down.T.contiguous()
         self.up, self.down = nn.Parameter(up), nn.Parameter(down)
         self.of_up = nn.Parameter(torch.randn(20))
@@ -75,7 +83,7 @@ fronts = pytest.mark.parametrize("front", ["symbolic", "export"])
 
 
 @fronts
-@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned, summed, summed_turned])
 def test_they_are_layers_and_the_graph_computes_the_same(function: Any, front: str) -> None:
     model = Net(function)
     module = trace(model, inputs=(data()[0],), front=front)  # type: ignore[arg-type]
@@ -90,7 +98,7 @@ def test_they_are_layers_and_the_graph_computes_the_same(function: Any, front: s
 
 @pytest.mark.sweep
 @fronts
-@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned, summed, summed_turned])
 def test_they_get_better(function: Any, front: str) -> None:
     models = [Net(function, seed) for seed in (0, 1)]
     before, after = (merge(models, data(), matcher="permute", repair=r, front=front)
@@ -107,7 +115,7 @@ def test_they_get_better(function: Any, front: str) -> None:
 @pytest.mark.sweep
 @fronts
 @pytest.mark.parametrize("partial", [None, "inp"])
-@pytest.mark.parametrize("function", [product, addmm, matmul, turned])
+@pytest.mark.parametrize("function", [product, addmm, matmul, turned, summed, summed_turned])
 def test_law_3_nothing_changes_where_the_merge_is_exact(
     function: Any, partial: str | None, front: str
 ) -> None:

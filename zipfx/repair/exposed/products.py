@@ -23,19 +23,46 @@ PRODUCTS: dict[Any, tuple[str, ...]] = {
     aten.addmm.default: _ADDMM,
     **dict.fromkeys((torch.mm, torch.matmul, operator.matmul), _MATMUL),
     **dict.fromkeys((aten.mm.default, aten.matmul.default), _MATMUL),
+    **dict.fromkeys((torch.einsum, aten.einsum.default), ()),  # see `_of_einsum`
 }
 _VIEWS = ("view", "reshape", "_unsafe_view")
 
 
 def operands(node: fx.Node) -> dict[str, Any]:
-    """What a product is of, by name; nothing, if it is scaled.
+    """What a product is of, by name; nothing, if it is scaled, or is none of x with one matrix.
+    turned: of an einsum, whether the weight has its outputs first.
 
     >>> graph = fx.Graph()
     >>> x, weight = graph.placeholder("x"), graph.get_attr("weight")
     >>> operands(graph.call_function(torch.matmul, (x, weight)))
     {'input': x, 'weight': weight}
     """
-    return {} if node.kwargs else dict(zip(PRODUCTS[node.target], node.args))
+    if node.kwargs:
+        return {}
+    if not PRODUCTS[node.target]:
+        equation, *factors = node.args
+        listed = factors[0] if len(factors) == 1 else factors
+        return _of_einsum(equation, *listed) if isinstance(listed, Sequence) else {}
+    return dict(zip(PRODUCTS[node.target], node.args))
+
+
+def _of_einsum(equation: Any, *factors: Any) -> dict[str, Any]:
+    """Of `...c,co->...o`, or with the factors or the letters of the weight the other way round.
+
+    >>> _of_einsum("oc, bsc -> bso", "weight", "x")
+    {'input': 'x', 'weight': 'weight', 'turned': True}
+    >>> _of_einsum("bsc,cs->bs", "x", "weight")
+    {}
+    """
+    given, _, result = str(equation).replace(" ", "").partition("->")
+    parts = given.split(",")
+    if not result or not len(parts) == len(factors) == 2:
+        return {}
+    for (x, w), (first, second) in zip((parts, parts[::-1]), (factors, factors[::-1]), strict=True):
+        rest, c, o = x[:-1], x[-1:], result[-1:]
+        if result == rest + o and w in (c + o, o + c) and c != o and not {c, o} & {*rest, "."}:
+            return {"input": first, "weight": second, "turned": w == o + c}
+    return {}
 
 
 def unflattened(

@@ -192,8 +192,9 @@ def _product(splice: Splice, node: fx.Node, sizes: Mapping[str, Sequence[int]]) 
     """The product of an input with a parameter is a linear layer."""
     given = operands(node)
     x, read, bias = (given.get(name) for name in _ARGUMENTS[:3])
-    weight, turned = untransposed(read)
-    reader: Any = read if turned else node
+    weight, transposed = untransposed(read)
+    reader: Any = read if transposed else node
+    turned = transposed ^ given.get("turned", False)
     if not isinstance(x, fx.Node) or not _is_own(splice, reader, weight):
         return
     if bias is not None and not _is_own(splice, node, bias):
