@@ -235,21 +235,13 @@ class _Fit:
             *self._moments(), self.n, self.step.asked, was, self.settings.ridges,
             takes_bias=self.layer.takes_bias, limited=self.layer.limit is not None,
         )  # fmt: skip
-        for eased in self._easings() if solution.parts else ():
+        for eased in _easings(self.step, self.settings) if solution.parts else ():
             # drawn to what it is by then, no round leads away from what the models give
             anchor = solution.weights[0] if eased is _as_likely else was[0]
             solution = solution.corrected(anchor, self._missed(solution, eased))
         if self.layer.limit is not None and solution.parts:
             return solution.limited(was, self.layer.nearest, self.layer.scales)
         return solution
-
-    def _easings(self) -> list[Easing]:
-        """How targets are set anew, round by round."""
-        step = self.step
-        if step.flat is not None:
-            return [partial(_eased, low=step.flat[0], high=step.flat[1])] * self.settings.rounds
-        every = self.layer.groups == 1 and all(bool(a.all()) or not a.any() for a in step.asked)
-        return [_as_likely] * (_LOGIT_ROUNDS * (self.settings.logits and step.given and every))
 
     def _moments(self) -> tuple[list[Moments], list[Moments]]:
         """Of inputs and targets side by side, for each source: (most of the data, held out)."""
@@ -364,6 +356,14 @@ class _Fit:
         assert total is not None
         grouped: Tensor = total.unflatten(1, (self.layer.groups, -1))
         return grouped.movedim(1, 0)
+
+
+def _easings(step: RefitStep, settings: Refit) -> list[Easing]:
+    """How the targets of a layer are set anew, round by round."""
+    if step.flat is not None:
+        return [partial(_eased, low=step.flat[0], high=step.flat[1])] * settings.rounds
+    every = step.layer.groups == 1 and all(bool(a.all()) or not a.any() for a in step.asked)
+    return [_as_likely] * (_LOGIT_ROUNDS * (settings.logits and step.given and every))
 
 
 def _eased(target: Tensor, output: Tensor, low: float, high: float) -> Tensor:

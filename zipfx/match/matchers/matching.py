@@ -215,6 +215,9 @@ class Pairs(ByValue):
         return float(self.correlation.mean()) if len(self.correlation) else 1.0
 
 
+_ROUNDED = 64 * torch.finfo(torch.float64).eps
+
+
 def joined_pairs(merge: Merge, statistics: Statistics | None) -> Pairs:
     """Look up the correlation of every pair inside a group (the rest of Sigma is not needed)."""
     first, second = [], []
@@ -237,6 +240,7 @@ def joined_pairs(merge: Merge, statistics: Statistics | None) -> Pairs:
         still = statistics.constant
         std = statistics.covariance.diagonal().sqrt()
         rho = (statistics.covariance[a, b] / (std[a] * std[b])).clamp(-1, 1)
+        rho = torch.where(rho > 1 - _ROUNDED, 1.0, rho)  # a copy, whose sums were rounded otherwise
         # a constant stands for itself: with another constant as good as equal, else unrelated
         rho = torch.where(still[a] | still[b], (still[a] & still[b]).double(), rho).cpu()
     return Pairs(i, j, rho)
