@@ -102,7 +102,7 @@ NARROWER: dict[str, dict[str, Any]] = {
     "rdnet_tiny": {"growth_rates": (32, 52, 64, 64, 64, 64, 112)},
 }
 SAMPLES = 16  # images to match with
-MEMORY = 6  # GiB of addresses that a model may take
+MEMORY = 12  # GiB of addresses that a model may take
 COARSE = 1e-5  # exact to rounding, where a model computes in float32 in between
 _COORDINATES = re.compile(r": it meets fixed coordinates \(.*?\)")  # what "unlike any other" means
 
