@@ -3,7 +3,7 @@
 Letters: N samples, T characters of a window. Each subject has two tasks, k = 0 and 1, and a
 fine-tune of the base for each.
 
-- ``characters``: a small transformer that predicts the next character; the base is trained on both
+- ``characters``: the small transformer of examples/characters.py; the base is trained on both
   texts, the prose of the language reference (`pydoc_data.topics`) and the source code of the
   standard library, the fine-tunes go on with one of them each.
 - ``digits``: the network of examples/digits.py; the base is trained on all ten for a short while,
@@ -24,10 +24,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from benchmarks import data, zoo
 from examples import digits
+from examples.characters import Setting, Transformer, drawn
 
 HALVES = (range(0, 5), range(5, 10))
 
@@ -158,42 +159,6 @@ def trained(
     return model.eval()
 
 
-class Block(nn.Module):
-    """(B, T, width) -> (B, T, width): attention to what came before, and two linear layers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
-        self.v, self.o = nn.Linear(width, width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (
-            f(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        seen = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(seen.transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.norm2(x))))
-
-
-class Characters(nn.Module):
-    """Ids (B, T) in 0..127 -> logits (B, T, 128) of the next character."""
-
-    def __init__(self, width: int = 96, heads: int = 4, blocks: int = 4, context: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(128, width)
-        self.position = nn.Parameter(0.02 * torch.randn(context, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 128)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.embed(ids) + self.position)))
-        return logits
-
-
 def texts() -> tuple[Tensor, Tensor]:
     """Prose and code, characters as ids (N,) uint8 in 0..127."""
     from pydoc_data.topics import topics
@@ -208,8 +173,7 @@ def texts() -> tuple[Tensor, Tensor]:
 
 def windows(text: Tensor, count: int, generator: torch.Generator, context: int = 64) -> Samples:
     """Random pieces of a text and the same, one character later."""
-    start = torch.randint(len(text) - context - 1, (count,), generator=generator)
-    every = text[start.unsqueeze(1) + torch.arange(context + 1)].long()
+    every = drawn(text, count, context + 1, generator).long()
     return Samples(every[:, :-1], every[:, 1:])
 
 
@@ -229,7 +193,7 @@ def characters(
         optimizer = torch.optim.AdamW(model.parameters(), peak, weight_decay=0.05)
         return trained(model, draw, steps, optimizer, peak, clip=1.0)
 
-    base = go_on(Characters(width), (0, 1), steps[0], 4e-3)
+    base = go_on(Transformer(Setting(width)), (0, 1), steps[0], 4e-3)
     a, b = (go_on(copy.deepcopy(base), (k,), steps[1], 4e-3) for k in range(2))
     test, choice, calibration = (
         (windows(parts[0][i], samples, generator), windows(parts[1][i], samples, generator))

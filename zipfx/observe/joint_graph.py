@@ -117,9 +117,9 @@ def observe(
     batches = 0
     with torch.no_grad():
         batched = tqdm(data.by_source(), desc="zipfx: observe", disable=not progress, leave=False)
+        every = [o for group in of_space.values() for o in group]
         tried = False
         for _, (args, kwargs), mask in batched:
-            every = [o for group in of_space.values() for o in group]
             if mask is not None and len(mask) > 1 and not tried:
                 _find_order(joint, every, (args, kwargs), mask, states)
                 tried = True

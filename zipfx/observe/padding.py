@@ -33,14 +33,12 @@ def mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
     True
     """
     mask = arguments.get(MASK)
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_complex():
-        return None
-    if not bool(((mask == 0) | (mask == 1)).all()) or bool((mask == 1).all()):
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not _of_zeros_and_ones(mask):
         return None
     decoder = (v for k, v in arguments.items() if k.startswith("decoder") and isinstance(v, Tensor))
     if any(t.ndim > 1 and t.shape[1] == mask.shape[1] for t in decoder):
         return None
-    return mask == 1
+    return _unless_all(mask)
 
 
 def mask_by(function: MaskOf, batch: Any, samples: int | None) -> Tensor | None:
@@ -72,9 +70,19 @@ def mask_by(function: MaskOf, batch: Any, samples: int | None) -> Tensor | None:
             f"mask gave {found} for a batch of {samples} samples: it must give a tensor "
             "(samples, positions) of booleans, or None where all positions count"
         )
-    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
+    if not _of_zeros_and_ones(mask):
         raise ZipError("mask gave values other than 0 and 1: which positions count is not known")
-    return None if bool((mask == 1).all()) else mask == 1
+    return _unless_all(mask)
+
+
+def _of_zeros_and_ones(mask: Tensor) -> bool:
+    return not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
+
+
+def _unless_all(mask: Tensor) -> Tensor | None:
+    """The mask as booleans; None: it leaves nothing out."""
+    kept = mask == 1
+    return None if bool(kept.all()) else kept
 
 
 def by_position(whole: Tensor, part: Tensor, rows: int, some: int) -> bool | None:

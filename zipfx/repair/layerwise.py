@@ -199,7 +199,7 @@ def refit(
 def _cost(step: RefitStep, batches: Sequence[Batch], settings: Refit) -> float:
     """About how many operations a step takes; letters as in `layers.layer`."""
     groups, outputs = step.asked[0].shape
-    n = step.layer.weight().shape[-1]
+    n = step.inputs
     positions = sum(len(b.images) for b in batches) * step.positions
     some = min(positions, max(settings.oversampling * n, positions * outputs / n))
     least, tried = min(n, some), min(3, len(settings.ridges))
@@ -226,7 +226,7 @@ class _Fit:
         self.line, self.paths = line, paths
         self.batches = [b for b in batches if bool(step.asked[b.source].any())]
         self.images = sum(len(b.images) for b in self.batches)
-        self.n = self.layer.weight().shape[-1]
+        self.n = step.inputs
         self.matrices = [dict(of_source) for of_source in step.matrices]
 
     def solve(self) -> Solution:

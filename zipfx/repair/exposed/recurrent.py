@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def _unroll(
             target = splice.add(f"{path}.run", Run(_alone(leaf, number, ways), number))
             runs.append(splice.call(node, f"run{number}", target, (x, begin, *made)))
             mark(runs[-1], title=", ".join(f"{path}.weight_hh_{end}" for end in ends))
-            x = splice.graph.call_function(_outputs, (runs[-1],))
+            x = splice.graph.call_function(getitem, (runs[-1], 0))
             splice.name(x, node, f"outputs{number}")
     node.op, node.target = "call_module", splice.add(f"{path}.join", Join(flat=flat))
     node.args, node.kwargs = tuple(runs), {}
@@ -144,10 +145,6 @@ def _states(begin: Any, start: int, count: int) -> Any:
     if isinstance(begin, (tuple, list)):
         return tuple(_states(one, start, count) for one in begin)
     return None if begin is None else begin.narrow(0, start, count).contiguous()
-
-
-def _outputs(found: tuple[Tensor, Any]) -> Tensor:
-    return found[0]
 
 
 def _made_of_inputs(splice: Splice, node: fx.Node, leaf: Any, path: str, x: Any) -> fx.Node:
